@@ -1,0 +1,183 @@
+"""The version matrix: vLLM releases x speculators releases, an environment for each cell.
+
+    nox -s "matrix(0.16.0-0.3.0)"        # one cell
+    nox -s matrix -t ci                  # the cells that CI runs
+    nox -s matrix -t newest              # the newest vLLM, every speculators
+    nox -s matrix -t minors              # newest patch release of every vLLM minor
+    nox -s matrix                        # all of it
+    nox -l                               # names and tags
+
+A cell installs the pins of `constraints/cells/`, builds and installs this package's wheel, and
+runs `tests/conformance/`. Its outcome goes into `vllm_compat/data/tested.json`, from which
+`status()`, the README and the documentation take what has been tested. The environment is
+removed afterwards. uv links its files from a cache, so that a cell costs seconds and no space.
+
+Needs uv on PATH and a C library that the vLLM of the cell was built for; what can't run here is
+written down as such, with the reason.
+"""
+
+from __future__ import annotations
+
+import datetime
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nox
+
+nox.options.sessions = []
+nox.options.default_venv_backend = "none"
+
+ROOT = Path(__file__).parent
+CELLS = ROOT / "constraints" / "cells"
+TESTED = ROOT / "vllm_compat" / "data" / "tested.json"
+# One path for all cells: byte code that one cell compiled serves the next, where the file is
+# the same. The cells of one checkout therefore run one after the other.
+WORK = Path(os.environ.get("VLLM_COMPAT_MATRIX_DIR", ROOT / ".nox"))
+PYTHON = "3.11"
+
+CI = {("0.11.0.post2", "0.3.0"), ("0.16.0", "0.3.0"), ("0.16.0", "0.4.0.1")}
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+def _cells() -> list[tuple[str, str]]:
+    found = []
+    for file in CELLS.glob("vllm-*-speculators-*.txt"):
+        _, vllm, _, speculators = file.stem.split("-")
+        found.append((vllm, speculators))
+    # The newest first: what breaks there is what users meet next.
+    return sorted(found, key=lambda c: (_release(c[0]), _release(c[1])), reverse=True)
+
+
+def _parameters() -> list[Any]:
+    cells = _cells()
+    newest = cells[0][0]
+    last_of_minor: dict[tuple[int, ...], str] = {}
+    for vllm, _ in reversed(cells):
+        last_of_minor[_release(vllm)[:2]] = vllm
+    parameters = []
+    for vllm, speculators in cells:
+        tags = []
+        if vllm == newest:
+            tags.append("newest")
+        # 0.16.0 is the release that the documentation runs on.
+        if vllm in (last_of_minor[_release(vllm)[:2]], "0.16.0"):
+            tags.append("minors")
+        if (vllm, speculators) in CI or (vllm == newest and speculators != "0.4.0"):
+            tags.append("ci")
+        parameters.append(nox.param(vllm, speculators, id=f"{vllm}-{speculators}", tags=tags))
+    return parameters
+
+
+@nox.session
+@nox.parametrize(["vllm", "speculators"], _parameters())
+def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
+    """One cell: install its pins, run the conformance suite, write down what came out."""
+    environment, report = WORK / "cell", WORK / "report.json"
+    python = environment / "bin" / "python"
+    shutil.rmtree(environment, ignore_errors=True)
+    report.unlink(missing_ok=True)
+    variables: dict[str, str | None] = {
+        "UV_LINK_MODE": "hardlink",
+        "PYTHONPYCACHEPREFIX": str(WORK / "bytecode"),
+        # Without byte code on disk each worker compiles vLLM anew.
+        "PYTHONDONTWRITEBYTECODE": None,
+        "PYTHONPATH": None,
+    }
+
+    def run(*command: str | Path, **options: Any) -> Any:
+        env = {**variables, **options.pop("env", {})}
+        return session.run(*map(str, command), external=True, env=env, **options)
+
+    try:
+        run("uv", "venv", "--quiet", "--no-config", f"--python={PYTHON}", environment)
+        install = ("uv", "pip", "install", "--quiet", f"--python={python}", "--no-deps")
+        run(*install, "-r", CELLS / f"vllm-{vllm}-speculators-{speculators}.txt")
+        for old in WORK.glob("*.whl"):
+            old.unlink()
+        run("uv", "build", "--quiet", "--wheel", f"--out-dir={WORK}", ROOT)
+        run(*install, next(WORK.glob("*.whl")))
+        obstacle, preload = _obstacle(python, vllm)
+        if obstacle:
+            _record(
+                session, vllm, speculators, {"result": "can't run here", "reason": obstacle}
+            )
+            session.skip(obstacle)
+        run(
+            environment / "bin" / "pytest", ROOT / "tests" / "conformance",
+            # The suite stands alone: a cell has none of what other tests need.
+            "--confcutdir", ROOT / "tests" / "conformance", "-p", "no:cacheprovider",
+            f"--conformance-report={report}", "--timeout=300", *session.posargs,
+            success_codes=range(256), silent=False,
+            env={"LD_PRELOAD": ":".join(preload)} if preload else {},
+        )  # fmt: skip
+        outcome = _outcome(report)
+        _record(session, vllm, speculators, outcome)
+        if outcome["result"] == "fails":
+            session.error(outcome["reason"])
+    finally:
+        shutil.rmtree(environment, ignore_errors=True)
+
+
+def _obstacle(python: Path, vllm: str) -> tuple[str, list[str]]:
+    """Why this machine can't run that vLLM at all, and what has to be preloaded for it."""
+    kernels = subprocess.run(
+        [python, "-c", "import torch, vllm._C"], capture_output=True, text=True, check=False
+    )
+    if kernels.returncode and re.search(r"GLIBC_|CXXABI_|GLIBCXX_", kernels.stderr):
+        return kernels.stderr.strip().splitlines()[-1].removeprefix("ImportError: "), []
+    if _release(vllm)[:2] != (0, 18):
+        return "", []
+    # vLLM 0.18's CPU worker refuses to start without these two (0.19 only warns).
+    allocator = sorted(glob.glob("/usr/lib/*/libtcmalloc*.so.*"))
+    openmp = sorted(python.parent.parent.glob("lib/libiomp5.so"))
+    if not allocator:
+        return "vLLM 0.18 on CPU needs libtcmalloc (Debian: libtcmalloc-minimal4)", []
+    if not openmp:
+        return "vLLM 0.18 on CPU needs libiomp5 (PyPI: intel-openmp)", []
+    return "", [allocator[0], str(openmp[0])]
+
+
+def _outcome(report: Path) -> dict[str, Any]:
+    if not report.exists():
+        return {"result": "fails", "reason": "the suite didn't come to its end"}
+    found = json.loads(report.read_text())
+    if found["refused"]:
+        return {"result": "refused", "reason": found["refused"]}
+    cases = found["cases"]
+    failed = sorted(name for name, outcome in cases.items() if outcome == "failed")
+    passed = sum(outcome == "passed" for outcome in cases.values())
+    outcome = {
+        "torch": found["packages"].get("torch"),
+        "transformers": found["packages"].get("transformers"),
+        "python": found["packages"].get("python"),
+        "passed": passed,
+        "skipped": sum(outcome == "skipped" for outcome in cases.values()),
+    }
+    if failed or not passed:
+        reason = f"{len(failed)} of {len(cases)} cases failed: {', '.join(failed[:5])}"
+        return {"result": "fails", "reason": reason, **outcome}
+    return {"result": "works", **outcome}
+
+
+def _record(session: nox.Session, vllm: str, speculators: str, outcome: dict[str, Any]) -> None:
+    """Puts one cell into tested.json, in place of what was known of it."""
+    known = json.loads(TESTED.read_text())["cells"] if TESTED.exists() else []
+    known = [c for c in known if (c["vllm"], c["speculators"]) != (vllm, speculators)]
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    known.append({"vllm": vllm, "speculators": speculators, "date": today, **outcome})
+    known.sort(key=lambda c: (_release(c["vllm"]), _release(c["speculators"])))
+    TESTED.parent.mkdir(exist_ok=True)
+    TESTED.write_text(json.dumps({"cells": known}, indent=1) + "\n")
+    session.log(f"vLLM {vllm}, speculators {speculators}: {outcome}")
+    if outcome["result"] != "works":
+        sys.stderr.write(f"{vllm}-{speculators}: {outcome['result']}: {outcome['reason']}\n")
