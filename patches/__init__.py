@@ -1,0 +1,36 @@
+"""The versioned patches. Each is a record; :data:`REGISTRY` is the order of application."""
+
+from __future__ import annotations
+
+from ..record import Patch
+from . import (
+    block_hasher,
+    engine_args,
+    executor,
+    generator,
+    hashing,
+    kv_cache,
+    memory,
+    request,
+    results,
+    scheduler,
+    tokenizer,
+    transformers5,
+)
+
+__all__ = ["REGISTRY"]
+
+REGISTRY: tuple[Patch, ...] = (
+    *transformers5.PATCHES,
+    *hashing.PATCHES,
+    *tokenizer.PATCHES,
+    *engine_args.PATCHES,
+    *executor.PATCHES,
+    *memory.PATCHES,
+    *kv_cache.PATCHES,
+    *scheduler.PATCHES,
+    *request.PATCHES,
+    *block_hasher.PATCHES,
+    *results.PATCHES,
+    *generator.PATCHES,
+)

@@ -1,0 +1,68 @@
+"""``Scheduler``: the arguments that its constructor wants now."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ..record import Patch, Symbol, at
+from ..session import current_session
+
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+
+
+def _keeping(original: Any) -> Any:
+    def Scheduler(**kwargs: Any) -> Any:
+        session = current_session()
+        session.running_engine.scheduler = original(**kwargs)
+        return session.running_engine.scheduler
+
+    return Scheduler
+
+
+def _with_block_sizes(make: Any) -> Any:
+    def Scheduler(**kwargs: Any) -> Any:
+        from vllm.v1.core.sched.scheduler import Scheduler as upstream
+
+        session = current_session()
+        # 0.4.x passes 16 whatever the platform's block size is.
+        kwargs["block_size"] = session.block_size
+        if "hash_block_size" in inspect.signature(upstream).parameters:
+            kwargs["hash_block_size"] = session.hash_block_size
+        return make(**kwargs)
+
+    return Scheduler
+
+
+PATCHES = (
+    Patch(
+        name="scheduler",
+        why="the batch is driven to its end here, with the generator's own scheduler",
+        upstream="vllm/v1/core/sched/scheduler.py",
+        delete_when="speculators' releases with the generator are no longer supported",
+        needed=lambda look: True,
+        replaces={at("Scheduler"): _keeping},
+        relies_on=(
+            Symbol(
+                _SCHEDULER,
+                ("vllm_config", "kv_cache_config", "structured_output_manager"),
+                "the scheduler can't be built",
+            ),
+            Symbol(f"{_SCHEDULER}.schedule"),
+            Symbol(f"{_SCHEDULER}.add_request", ("request",)),
+            Symbol(f"{_SCHEDULER}.finish_requests", ("request_ids", "finished_status")),
+            Symbol(f"{_SCHEDULER}.requests", if_gone="finished prefills can't be told"),
+            Symbol("vllm.v1.request:Request.num_computed_tokens"),
+            Symbol("vllm.v1.request:Request.num_prompt_tokens"),
+        ),
+    ),
+    Patch(
+        name="scheduler-block-size",
+        why="Scheduler() needs block_size, and it must be the block size of the KV cache",
+        upstream="vllm/v1/core/sched/scheduler.py (0.11.1; hash_block_size 0.20.2)",
+        delete_when="vLLM 0.11.0 is no longer supported (then for good)",
+        needed=lambda look: look.accepts(_SCHEDULER, "block_size"),
+        vllm=">=0.11.1",
+        replaces={at("Scheduler"): _with_block_sizes},
+    ),
+)

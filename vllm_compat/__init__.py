@@ -1,0 +1,87 @@
+"""Runs speculators' hidden-states generator, unmodified, on the vLLM that is installed.
+
+    import vllm_compat
+    vllm_compat.apply()
+
+before (or after) ``speculators.data_generation`` is imported. Importing this package
+imports neither vLLM, torch, transformers nor speculators, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+from .activation import Entry, Report, apply, revert
+from .environment import Environment, Package
+from .errors import (
+    CaptureError,
+    EngineDeadError,
+    InvalidInputError,
+    PatchConflictError,
+    UnsupportedEnvironmentError,
+    UnsupportedModelError,
+    UntestedVersionWarning,
+    VllmCompatError,
+)
+from .record import Patch
+
+__all__ = [
+    "CaptureError",
+    "EngineDeadError",
+    "Entry",
+    "Environment",
+    "InvalidInputError",
+    "Package",
+    "Patch",
+    "PatchConflictError",
+    "Report",
+    "UnsupportedEnvironmentError",
+    "UnsupportedModelError",
+    "UntestedVersionWarning",
+    "VllmCompatError",
+    "applied",
+    "apply",
+    "revert",
+    "status",
+]
+
+__version__ = "0.1.0"
+
+
+def status(*, workers: bool = True) -> Report:
+    """What is installed, which patches are on, which are not and why.
+
+    Args:
+        workers: also ask the workers of every live generator what they run. A generator
+            that is busy or dead is noted as such.
+
+    Raises:
+        UnsupportedEnvironmentError: as :func:`apply` would.
+    """
+    from .activation import current
+
+    report = current()
+    if not workers:
+        return report
+    from .session import describe_workers
+
+    return Report(
+        report.environment, report.entries, report.notes, tuple(describe_workers())
+    )
+
+
+@contextlib.contextmanager
+def applied(
+    *,
+    transport: Literal["auto", "shared", "rpc"] | None = None,
+    executor: Literal["mp", "ray"] | None = None,
+    untested: Literal["warn", "refuse", "allow"] | None = None,
+) -> Iterator[Report]:
+    """:func:`apply` for the time of a ``with`` block; may be nested."""
+    report = apply(transport=transport, executor=executor, untested=untested)
+    try:
+        yield report
+    finally:
+        revert(all=False)

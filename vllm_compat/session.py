@@ -1,0 +1,279 @@
+"""One generator: what is known while it is built, and the door in front of ``generate``.
+
+The generator's own ``__init__`` and ``generate`` run as they are. The names that they use
+(``Request``, ``Scheduler``, ``MultiprocExecutor``, ...) are adapters while patches are on;
+the adapters find the generator that they serve in :func:`current_session`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import logging
+import multiprocessing
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .activation import is_active
+from .errors import (
+    CaptureError,
+    EngineDeadError,
+    InvalidInputError,
+    UnsupportedEnvironmentError,
+    VllmCompatError,
+)
+from .prompts import check_layer_ids, check_prompts
+
+if TYPE_CHECKING:
+    # Both import torch, which apply() must not.
+    from .batch import Batch
+    from .engine import Engine
+
+__all__ = ["Session", "current_session", "describe_workers", "guarded_generate", "guarded_init"]
+
+log = logging.getLogger("vllm_compat")
+
+_CURRENT: contextvars.ContextVar[Session | None] = contextvars.ContextVar(
+    "vllm_compat_session", default=None
+)
+_ATTRIBUTE = "_vllm_compat_session"
+_LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+class Session:
+    """State of one generator.
+
+    Attributes:
+        vllm_config: set when the generator makes its config.
+        engine: set when it makes its executor.
+        layer_ids: the layers asked for, in the caller's order.
+        batch: of the call of ``generate`` that is running.
+        kv_cache_configs: one for each worker, once planned.
+        block_size: tokens in a block of the scheduler.
+    """
+
+    def __init__(self) -> None:
+        self.vllm_config: Any = None
+        self.engine: Engine | None = None
+        self.layer_ids: list[int] = []
+        self.batch: Batch | None = None
+        self.kv_cache_configs: list[Any] = []
+        self.scheduler_kv_cache_config: Any = None
+        self.block_size: int | None = None
+        self.hash_block_size: int | None = None
+        self.block_hasher: Any = None
+        self.busy = threading.Lock()
+        _LIVE.add(self)
+
+    @property
+    def running_engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            VllmCompatError: the generator has not made its executor yet.
+        """
+        if self.engine is None:
+            raise VllmCompatError("The generator uses its executor before it has made it.")
+        return self.engine
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self.engine is not None:
+            self.engine.close()
+
+
+def current_session() -> Session:
+    """The generator that the code at hand works for.
+
+    Raises:
+        VllmCompatError: an adapter was called from outside of a generator.
+    """
+    session = _CURRENT.get()
+    if session is None:
+        raise VllmCompatError(
+            "A name that vllm-compat adapts for speculators' generator was used outside of "
+            "one. Use vLLM's own names instead of those in the generator's module."
+        )
+    return session
+
+
+def describe_workers() -> Iterator[dict[str, Any]]:
+    """What the workers of all live generators say of themselves."""
+    for session in list(_LIVE):
+        engine = session.engine
+        if engine is None:
+            continue
+        if not session.busy.acquire(blocking=False):
+            yield {"generator": "busy"}
+            continue
+        try:
+            yield from engine.rpc("vllm_compat_describe")
+        except VllmCompatError as error:
+            yield {"generator": str(error)}
+        finally:
+            session.busy.release()
+
+
+# -- the generator's constructor ----------------------------------------------------------
+
+
+def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``VllmHiddenStatesGenerator.__init__``."""
+    signature = inspect.signature(original)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_active():
+            original(self, *args, **kwargs)
+            return
+        from .engine import process_settings_kept
+
+        _refuse_child()
+        bound = signature.bind(self, *args, **kwargs)
+        if "layer_ids" in bound.arguments:
+            bound.arguments["layer_ids"] = check_layer_ids(bound.arguments["layer_ids"])
+        _check_lengths(bound.arguments)
+        session = Session()
+        token = _CURRENT.set(session)
+        try:
+            with process_settings_kept():
+                original(*bound.args, **bound.kwargs)
+        except BaseException as error:
+            session.close()
+            explained = _explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            _CURRENT.reset(token)
+        setattr(self, _ATTRIBUTE, session)
+
+    return _as_was(__init__, original)
+
+
+def _check_lengths(arguments: dict[str, Any]) -> None:
+    length = arguments.get("max_model_len")
+    if length is not None and (not isinstance(length, int) or length < 2):
+        raise InvalidInputError(
+            f"max_model_len={length!r}: at least 2 tokens are needed, one of the prompt and "
+            "one that vLLM reserves for the output."
+        )
+
+
+def _refuse_child() -> None:
+    """A spawned worker imports the user's script; without a guard it would start over."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(
+            "vllm-compat: this script makes a generator when it is imported, and vLLM's "
+            "workers import it. Put what it does under  if __name__ == '__main__':"
+        )
+
+
+def _explained(error: BaseException) -> BaseException:
+    """Puts the usual failures of construction into one sentence."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    if isinstance(error, Exception) and "WorkerProc initialization failed" in str(error):
+        hint = ""
+        if file is not None and _lacks_guard(file):
+            hint = (
+                f" {file} has no  if __name__ == '__main__':  around what it does; vLLM's "
+                "workers import it, so it needs one."
+            )
+        return UnsupportedEnvironmentError(
+            f"vLLM's workers did not start; what they printed above says why.{hint}"
+        )
+    return error
+
+
+def _lacks_guard(file: str) -> bool:
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(file, encoding="utf-8") as text:
+        return "__main__" not in text.read()
+    return False
+
+
+# -- generate -------------------------------------------------------------------------------
+
+
+def guarded_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``VllmHiddenStatesGenerator.generate``."""
+
+    def generate(self: Any, token_ids: Any) -> list[dict[str, Any]]:
+        session: Session | None = getattr(self, _ATTRIBUTE, None)
+        if session is None:
+            result: list[dict[str, Any]] = original(self, token_ids)
+            return result
+        if not is_active():
+            raise EngineDeadError(
+                "This generator was made with vllm-compat's patches on, and they have been "
+                "reverted since. Make it anew, or keep them on."
+            )
+        engine = session.running_engine
+        engine.check_alive()
+        model_config = session.vllm_config.model_config
+        prompts = check_prompts(
+            token_ids, model_config.get_vocab_size(), model_config.max_model_len - 1
+        )
+        # One batch at a time: a second thread waits for the first one's.
+        with session.busy:
+            return _generate(original, self, session, engine, prompts)
+
+    return _as_was(generate, original)
+
+
+def _generate(
+    original: Callable[..., Any],
+    generator: Any,
+    session: Session,
+    engine: Engine,
+    prompts: list[list[int]],
+) -> list[dict[str, Any]]:
+    import torch
+
+    from .batch import Batch
+
+    batch = Batch(
+        prompts,
+        session.layer_ids,
+        int(engine.description["hidden_size"]),
+        getattr(torch, engine.description["dtype"].rpartition(".")[2]),
+        engine.next_step,
+    )
+    session.batch = batch
+    token = _CURRENT.set(session)
+    try:
+        results: list[dict[str, Any]] = original(generator, prompts)
+        _check_results(results, batch)
+        return results
+    except BaseException:
+        engine.abandon(batch)
+        raise
+    finally:
+        session.batch = None
+        _CURRENT.reset(token)
+
+
+def _check_results(results: list[dict[str, Any]], batch: Batch) -> None:
+    """What the caller gets is what was asked for, in the order in which it was asked."""
+    if len(results) != len(batch.prompts):
+        raise CaptureError(f"{len(results)} results for {len(batch.prompts)} sequences.")
+    for index, (result, prompt) in enumerate(zip(results, batch.prompts, strict=True)):
+        if result["input_ids"].tolist() != prompt:
+            raise CaptureError(f"Sequence {index}: the result has another one's input_ids.")
+        for layer, states in zip(batch.layer_ids, result["hidden_states"], strict=True):
+            if states.shape[0] != len(prompt) or not states.is_contiguous():
+                raise CaptureError(
+                    f"Sequence {index}, layer {layer}: {tuple(states.shape)} for "
+                    f"{len(prompt)} tokens."
+                )
+
+
+def _as_was(replacement: Any, original: Any) -> Any:
+    for name in ("__name__", "__qualname__", "__doc__", "__module__"):
+        setattr(replacement, name, getattr(original, name, None))
+    replacement.__wrapped__ = original
+    replacement.__vllm_compat__ = True
+    return replacement

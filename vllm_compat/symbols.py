@@ -1,0 +1,278 @@
+"""Looks up classes, functions and their parameters in installed sources, without importing.
+
+``apply()`` may run before vLLM is imported and must not import it; the drift check must
+read a vLLM that isn't installed at all. Both read the files as text.
+
+A symbol is written ``package.module:Name`` or ``package.module:Class.member``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+__all__ = ["Found", "Sources", "Symbol"]
+
+_MAX_REEXPORTS = 8
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """An upstream name that a patch relies on.
+
+    Attributes:
+        path: ``package.module:Name`` or ``package.module:Class.member``.
+        parameters: names that the callable must accept.
+        if_gone: what the user would see if it moved, as one clause.
+        since: PEP 440 specifier of the versions that have it; empty for all.
+    """
+
+    path: str
+    parameters: tuple[str, ...] = ()
+    if_gone: str = ""
+    since: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a look-up found.
+
+    Attributes:
+        path: the symbol as it was asked for.
+        kind: ``class``, ``function``, ``value`` or ``module``.
+        parameters: parameter names of a function, or of a class's ``__init__`` (for a
+            dataclass: its fields); without ``self``. Empty for a value.
+        open_ended: whether it takes ``**kwargs``.
+    """
+
+    path: str
+    kind: str
+    parameters: tuple[str, ...] = ()
+    open_ended: bool = False
+
+    def accepts(self, *names: str) -> bool:
+        """Whether each of these can be passed by keyword."""
+        return self.open_ended or all(name in self.parameters for name in names)
+
+
+@lru_cache(maxsize=256)
+def _parse(path: Path, _stamp: int) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+class Sources:
+    """The source files of some packages.
+
+    Args:
+        roots: package name to the folder that holds its ``__init__.py``. A package not
+            named here is looked for where Python would import it from.
+    """
+
+    def __init__(self, roots: Mapping[str, Path] | None = None) -> None:
+        self._roots: dict[str, Path | None] = dict(roots or {})
+
+    def root(self, package: str) -> Path | None:
+        """The folder of a top-level package, or None if it isn't installed."""
+        if package not in self._roots:
+            self._roots[package] = _installed_root(package)
+        return self._roots[package]
+
+    def file(self, module: str) -> Path | None:
+        """The source file of a module, or None."""
+        package, _, rest = module.partition(".")
+        root = self.root(package)
+        if root is None:
+            return None
+        base = root.joinpath(*rest.split(".")) if rest else root
+        if (base / "__init__.py").is_file():
+            return base / "__init__.py"
+        path = base.with_suffix(".py")
+        return path if rest and path.is_file() else None
+
+    def text(self, module: str) -> str:
+        """The source of a module; empty if there is none."""
+        path = self.file(module)
+        return path.read_text(encoding="utf-8") if path else ""
+
+    def find(self, symbol: str) -> Found | None:
+        """Looks a symbol up; follows re-exports and base classes inside the packages."""
+        module, _, name = symbol.partition(":")
+        if not name:
+            return Found(symbol, "module") if self.file(module) else None
+        node = self._resolve(module, name.split(".")[0], _MAX_REEXPORTS)
+        if node is None:
+            return None
+        home, statement = node
+        for member in name.split(".")[1:]:
+            if not isinstance(statement, ast.ClassDef):
+                return None
+            inner = self._member(home, statement, member, _MAX_REEXPORTS)
+            if inner is None:
+                return None
+            home, statement = inner
+        return self._describe(symbol, home, statement)
+
+    def unresolved(self, module: str, package: str) -> list[str]:
+        """What a module's own statements import from a package that doesn't have it."""
+        tree = self._tree(module)
+        if tree is None:
+            return []
+        wanted = [
+            f"{statement.module}:{alias.name}"
+            for statement in tree.body
+            if isinstance(statement, ast.ImportFrom) and not statement.level
+            if (statement.module or "").split(".")[0] == package
+            for alias in statement.names
+        ]
+        return [
+            w for w in wanted if self.find(w) is None and not self.file(w.replace(":", "."))
+        ]
+
+    # -- reading ---------------------------------------------------------------------
+
+    def _tree(self, module: str) -> ast.Module | None:
+        path = self.file(module)
+        if path is None:
+            return None
+        try:
+            return _parse(path, path.stat().st_mtime_ns)
+        except (SyntaxError, UnicodeDecodeError):
+            return None
+
+    def _resolve(self, module: str, name: str, depth: int) -> tuple[str, ast.stmt] | None:
+        tree = self._tree(module)
+        if tree is None or depth == 0:
+            return None
+        for statement in _statements(tree.body):
+            if isinstance(statement, ast.ImportFrom):
+                for alias in statement.names:
+                    if (alias.asname or alias.name) == name:
+                        source = self._absolute(module, statement)
+                        if self.file(f"{source}.{alias.name}"):
+                            return f"{source}.{alias.name}", statement
+                        if (found := self._resolve(source, alias.name, depth - 1)) is not None:
+                            return found
+            elif name in _names(statement):
+                return module, statement
+        return None
+
+    def _absolute(self, module: str, statement: ast.ImportFrom) -> str:
+        if not statement.level:
+            return statement.module or ""
+        path = self.file(module)
+        parts = module.split(".")
+        if path is None or path.name != "__init__.py":
+            parts = parts[:-1]
+        parts = parts[: len(parts) - (statement.level - 1)]
+        return ".".join([*parts, statement.module] if statement.module else parts)
+
+    def _member(
+        self, home: str, owner: ast.ClassDef, name: str, depth: int
+    ) -> tuple[str, ast.stmt] | None:
+        for statement in _statements(owner.body):
+            if name in _names(statement):
+                return home, statement
+        # Members that __init__ puts on self are as good as declared ones.
+        for statement in owner.body:
+            if isinstance(statement, ast.FunctionDef):
+                for node in ast.walk(statement):
+                    if (
+                        isinstance(node, (ast.Assign, ast.AnnAssign))
+                        and (attribute := _self_attribute(node)) is not None
+                        and attribute == name
+                    ):
+                        return home, node
+        for base in owner.bases:
+            if depth and isinstance(base, ast.Name):
+                above = self._resolve(home, base.id, depth)
+                if above and isinstance(above[1], ast.ClassDef) and above[1] is not owner:
+                    found = self._member(above[0], above[1], name, depth - 1)
+                    if found is not None:
+                        return found
+        return None
+
+    def _describe(self, symbol: str, home: str, node: ast.stmt) -> Found:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return _function(symbol, node)
+        if isinstance(node, ast.ClassDef):
+            init = self._member(home, node, "__init__", _MAX_REEXPORTS)
+            if init is not None and isinstance(init[1], ast.FunctionDef):
+                signature = _function(symbol, init[1])
+                return Found(symbol, "class", signature.parameters, signature.open_ended)
+            return Found(symbol, "class", tuple(self._fields(home, node, _MAX_REEXPORTS)))
+        if isinstance(node, ast.ImportFrom):
+            return Found(symbol, "module")
+        return Found(symbol, "value")
+
+    def _fields(self, home: str, owner: ast.ClassDef, depth: int) -> Iterator[str]:
+        for base in owner.bases:
+            if depth and isinstance(base, ast.Name):
+                above = self._resolve(home, base.id, depth)
+                if above and isinstance(above[1], ast.ClassDef) and above[1] is not owner:
+                    yield from self._fields(above[0], above[1], depth - 1)
+        for statement in owner.body:
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                yield statement.target.id
+
+
+def _installed_root(package: str) -> Path | None:
+    module = sys.modules.get(package)
+    origin = getattr(module, "__file__", None)
+    if origin is None:
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):
+            return None
+        # A folder without __init__.py (a source checkout's parent, say) has no origin.
+        origin = spec.origin if spec is not None else None
+    if origin is None or not origin.endswith("__init__.py"):
+        return None
+    return Path(origin).parent
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a body, the ones inside ``if`` and ``try`` too."""
+    for statement in body:
+        yield statement
+        if isinstance(statement, ast.If):
+            yield from _statements(statement.body)
+            yield from _statements(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            yield from _statements(statement.body)
+            for handler in statement.handlers:
+                yield from _statements(handler.body)
+
+
+def _names(statement: ast.stmt) -> tuple[str, ...]:
+    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return (statement.name,)
+    if isinstance(statement, ast.Assign):
+        return tuple(t.id for t in statement.targets if isinstance(t, ast.Name))
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+        return (statement.target.id,)
+    return ()
+
+
+def _self_attribute(node: ast.Assign | ast.AnnAssign) -> str | None:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    for target in targets:
+        if (
+            isinstance(target, ast.Attribute)
+            and isinstance(target.value, ast.Name)
+            and target.value.id == "self"
+        ):
+            return target.attr
+    return None
+
+
+def _function(symbol: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Found:
+    arguments = node.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    if names and names[0] in ("self", "cls"):
+        names = names[1:]
+    return Found(symbol, "function", tuple(names), arguments.kwarg is not None)

@@ -1,0 +1,28 @@
+"""The versions that the test matrix has passed on, as it wrote them down."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from packaging.version import Version
+
+__all__ = ["cells", "newest"]
+
+
+@lru_cache(maxsize=1)
+def cells() -> tuple[dict[str, Any], ...]:
+    """The cells of the matrix: versions, date, cases passed, result."""
+    file = resources.files(__package__).joinpath("data/tested.json")
+    try:
+        return tuple(json.loads(file.read_text("utf-8"))["cells"])
+    except FileNotFoundError:
+        return ()
+
+
+def newest(package: str) -> Version | None:
+    """The newest version of that package in a cell that works; None if there is none."""
+    versions = [Version(c[package]) for c in cells() if c.get("result") == "works"]
+    return max(versions, default=None)

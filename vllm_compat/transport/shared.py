@@ -1,0 +1,221 @@
+"""A ring of shared memory between one worker and the driver.
+
+The memory is a memfd: it has no name that another process could guess, doesn't count
+against the size of /dev/shm (64 MB in a default container), and is freed by the kernel when
+both processes are gone, however they went. The worker opens it, and the two pipes, through
+``/proc/<pid of the driver>/fd``, so that nothing has to be passed along when workers are
+started, and vLLM's executors can stay as they are.
+
+    driver                                      worker
+    Ring.create() ── Offer (ints, token) ──────▶ Ring.open(offer)
+    Channel  ◀────── messages (pipe) ────────── Writer
+    credit() ──────── blocks read (pipe) ──────▶ Writer.reserve()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import sys
+from collections import deque
+from dataclasses import dataclass
+
+from .messages import Channel, Closed, Message
+
+__all__ = ["Offer", "Ring", "Unavailable", "Writer"]
+
+_TOKEN = 16
+_ALIGN = 64
+_CREDIT = b"\x01"  # one byte for each block that has been read
+
+
+class Unavailable(Exception):
+    """This process can't reach the driver's memory; the reason is the message."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker needs to open the ring; plain values, safe to send anywhere.
+
+    Attributes:
+        pid: process id of the driver.
+        memory: its file descriptor of the memory.
+        messages: of the pipe that the worker writes to.
+        credits: of the pipe that the worker reads from.
+        size: bytes of the ring.
+        token: the first bytes of the memory; a worker on another machine, where the same
+            pid and descriptor may be somebody else's file, notices by them.
+    """
+
+    pid: int
+    memory: int
+    messages: int
+    credits: int
+    size: int
+    token: str
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    return mmap.mmap(fd, size + _ALIGN, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+class Ring:
+    """The driver's end.
+
+    Args:
+        size: bytes for rows in flight; a worker that is further ahead waits.
+    """
+
+    def __init__(self, size: int) -> None:
+        if not sys.platform.startswith("linux"):
+            raise Unavailable("shared memory without a name needs Linux")
+        self.size = size
+        self._token = secrets.token_bytes(_TOKEN)
+        self._fd = os.memfd_create("vllm-compat", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size + _ALIGN)
+        self.memory = _mapped(self._fd, size)
+        self.memory[:_TOKEN] = self._token
+        read, self._messages_write = os.pipe()
+        self.channel = Channel(read)
+        self._credits_read, self._credits_write = os.pipe()
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(
+            os.getpid(), self._fd, self._messages_write, self._credits_read,
+            self.size, self._token.hex(),
+        )  # fmt: skip
+
+    def opened(self) -> None:
+        """Closes this process's copies of the worker's ends, once the worker has its own.
+
+        From then on a worker that dies closes the pipe, and the reader notices.
+        """
+        for name in ("_messages_write", "_credits_read"):
+            if (fd := getattr(self, name)) >= 0:
+                os.close(fd)
+                setattr(self, name, -1)
+
+    def block(self, message: Message) -> memoryview:
+        """The block that a message speaks of.
+
+        Raises:
+            ValueError: it lies outside of the ring.
+        """
+        if message.offset + message.nbytes > self.size:
+            raise ValueError(f"a block at {message.offset}+{message.nbytes} of {self.size} bytes")
+        start = _ALIGN + message.offset
+        return memoryview(self.memory)[start : start + message.nbytes]
+
+    def credit(self) -> None:
+        """Tells the worker that a block has been read."""
+        # A worker that died in between is noticed by whoever waits for its reply.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._credits_write, _CREDIT)
+
+    def close(self) -> None:
+        """Gives all of it back; safe to call twice."""
+        self.opened()
+        self.channel.close()
+        if self._credits_write >= 0:
+            os.close(self._credits_write)
+            self._credits_write = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            # A view that still exists keeps the mapping until it goes.
+            with contextlib.suppress(BufferError):
+                self.memory.close()
+
+
+class Writer:
+    """The worker's end.
+
+    Args:
+        offer: from :attr:`Ring.offer`.
+
+    Raises:
+        Unavailable: the driver's descriptors can't be opened from here.
+    """
+
+    def __init__(self, offer: Offer) -> None:
+        base = f"/proc/{offer.pid}/fd"
+        self.size = offer.size
+        try:
+            fd = os.open(f"{base}/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"{base} can't be opened: {error.strerror}") from error
+        try:
+            if os.fstat(fd).st_size != offer.size + _ALIGN:
+                raise Unavailable("the driver is on another machine")
+            self.memory = _mapped(fd, offer.size)
+        finally:
+            os.close(fd)
+        if self.memory[:_TOKEN].hex() != offer.token:
+            raise Unavailable("the driver is on another machine")
+        self._messages = os.open(f"{base}/{offer.messages}", os.O_WRONLY | os.O_CLOEXEC)
+        self._credits = os.open(f"{base}/{offer.credits}", os.O_RDONLY | os.O_CLOEXEC)
+        self._head = 0  # where the next block goes
+        self._used = 0  # bytes from the oldest block in flight to the head
+        self._taken: deque[int] = deque()  # what each block takes, gaps included
+
+    def reserve(self, nbytes: int) -> int:
+        """Finds room for a block; waits until the driver has read older ones.
+
+        Returns:
+            Its offset in the ring, aligned to 64 bytes.
+
+        Raises:
+            ValueError: the block is larger than the ring.
+            Closed: the driver has gone.
+        """
+        length = -(-nbytes // _ALIGN) * _ALIGN
+        if length > self.size:
+            raise ValueError(f"a block of {nbytes} bytes in a ring of {self.size}")
+        gap = self.size - self._head if self._head + length > self.size else 0
+        while self._used + gap + length > self.size:
+            self._collect(wait=True)
+            if not self._used:
+                self._head, gap = 0, 0
+        self._collect(wait=False)
+        offset = 0 if gap else self._head
+        self._head = offset + length
+        self._used += gap + length
+        self._taken.append(gap + length)
+        return offset
+
+    def _collect(self, wait: bool) -> None:
+        while wait or select.select([self._credits], [], [], 0)[0]:
+            data = os.read(self._credits, 1 << 12)
+            if not data:
+                raise Closed
+            for _ in data:
+                self._used -= self._taken.popleft()
+            wait = False
+
+    def start_of(self, offset: int) -> int:
+        """Where a block lies in :attr:`memory`."""
+        return _ALIGN + offset
+
+    def send(self, message: Message) -> None:
+        """Writes one message.
+
+        Raises:
+            Closed: the driver has gone.
+        """
+        data = memoryview(message.pack())
+        try:
+            while data:
+                data = data[os.write(self._messages, data) :]
+        except BrokenPipeError as error:
+            raise Closed from error
+
+    def close(self) -> None:
+        for fd in (self._messages, self._credits):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        with contextlib.suppress(BufferError):
+            self.memory.close()

@@ -1,0 +1,275 @@
+"""The class that vLLM mixes into each worker (``ParallelConfig.worker_extension_cls``).
+
+Its methods are called by name through vLLM's ``collective_rpc``. vLLM refuses an extension
+that has a name in common with the worker, so every one begins with ``vllm_compat_``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from ..transport.messages import Message, Segment
+from ..transport.shared import Offer, Unavailable, Writer
+from .capture import Capture
+from .model import establish_convention, find_decoder
+from .outbox import ReplyOutbox, RingOutbox
+
+__all__ = ["CaptureExtension"]
+
+log = logging.getLogger("vllm_compat")
+
+_TRIAL_TOKENS = 8
+
+
+class CaptureExtension:
+    """Captures hidden states in a vLLM worker. Mixed in by vLLM; never constructed."""
+
+    # Given by vLLM's worker (vllm/v1/worker/gpu_worker.py, all versions from 0.11).
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+
+    _vllm_compat: _State
+
+    def vllm_compat_setup(self, layer_ids: list[int]) -> dict[str, Any]:
+        """Hooks the model. Called once, after the model was loaded.
+
+        Args:
+            layer_ids: decoder layers, ascending, each once.
+
+        Returns:
+            What was found, for the log and for ``status()``.
+
+        Raises:
+            UnsupportedModelError: the model's states can't be captured with certainty.
+        """
+        runner = self.model_runner
+        model = runner.get_model() if hasattr(runner, "get_model") else runner.model
+        text_config = self.vllm_config.model_config.hf_text_config
+        parallel = self.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            # Each stage holds some of the layers; the generator has no such argument.
+            raise NotImplementedError("vllm-compat does not capture across pipeline stages.")
+        decoder = find_decoder(model, text_config)
+        with torch.inference_mode():
+            convention, dtype = establish_convention(decoder, lambda: _trial(self, model))
+        batch = _batch_order(runner)
+        state = _State(type(model).__name__, decoder.path, str(dtype), batch)
+        state.capture = Capture(
+            decoder, convention, layer_ids, state.segments, sends=_tensor_rank(self) == 0
+        )
+        self._vllm_compat = state
+        log.info(
+            "vllm-compat: worker %d captures layers %s of %s (%s, %s).",
+            self.rank, layer_ids, state.model, decoder.path, convention,
+        )  # fmt: skip
+        return self.vllm_compat_describe()
+
+    def vllm_compat_open(self, offer: Offer | None) -> str | None:
+        """Opens the driver's memory, or none (then rows go with the replies).
+
+        Returns:
+            None, or why the memory can't be reached from here.
+        """
+        state = self._vllm_compat
+        assert state.capture is not None
+        if _tensor_rank(self) != 0:
+            return None
+        if offer is None:
+            state.capture.outbox = ReplyOutbox()
+            return None
+        try:
+            writer = Writer(offer)
+        except Unavailable as reason:
+            return str(reason)
+        state.capture.outbox = RingOutbox(writer, self.model_runner.device)
+        return None
+
+    def vllm_compat_step(
+        self, scheduler_output: Any, step: int, two_phase: bool
+    ) -> list[Message] | None:
+        """One scheduler step: vLLM's own ``execute_model``, with capture.
+
+        Args:
+            scheduler_output: of vLLM's scheduler.
+            step: its number, which the messages about its rows carry.
+            two_phase: end the step here, in place of ``sample_tokens``: vLLM 0.11.1 and
+                later return None from ``execute_model`` and keep the batch until then. No
+                token is wanted, so the sampler doesn't run.
+
+        Returns:
+            From the rank that sends: the messages that no ring carried.
+        """
+        state = self._vllm_compat
+        capture = state.capture
+        assert capture is not None
+        state.scheduler_output = scheduler_output
+        state.wait_for_inputs()
+        capture.begin(step)
+        try:
+            self.execute_model(scheduler_output)  # type: ignore[attr-defined]
+        finally:
+            capture.end()
+            if two_phase:
+                _settle(self.model_runner)
+        if capture.outbox is None:
+            return None
+        if not capture.entered:
+            raise RuntimeError("vllm-compat: the model's forward was not run in this step.")
+        return capture.outbox.end(step)
+
+    def vllm_compat_close(self) -> None:
+        """Takes the hooks off and gives the memory back."""
+        state = getattr(self, "_vllm_compat", None)
+        if state is not None and state.capture is not None:
+            state.capture.remove()
+            if state.capture.outbox is not None:
+                state.capture.outbox.close()
+                state.capture.outbox = None
+
+    def vllm_compat_memory(self) -> tuple[int, int]:
+        """Free and total memory of this worker's device, in bytes."""
+        if self.model_runner.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.model_runner.device)
+            return int(free), int(total)
+        pages = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_AVPHYS_PAGES")
+        size = os.sysconf("SC_PAGE_SIZE")
+        return pages[1] * size, pages[0] * size
+
+    def vllm_compat_describe(self) -> dict[str, Any]:
+        """What this worker runs; plain values."""
+        import vllm
+
+        state = getattr(self, "_vllm_compat", None)
+        if state is None or state.capture is None:
+            return {"rank": self.rank, "pid": os.getpid(), "capture": "not set up"}
+        outbox = state.capture.outbox
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "vllm": vllm.__version__,
+            "device": str(self.model_runner.device),
+            "runner": type(self.model_runner).__module__,
+            "model": state.model,
+            "layers": state.path,
+            "convention": state.capture.convention,
+            "dtype": state.dtype,
+            "hidden_size": state.capture.decoder.hidden_size,
+            "captures": list(state.capture.layer_ids) if _tensor_rank(self) == 0 else [],
+            "transport": type(outbox).__name__ if outbox is not None else "none",
+        }
+
+
+class _State:
+    """What the extension keeps on a worker, in one attribute."""
+
+    def __init__(self, model: str, path: str, dtype: str, batch: Any) -> None:
+        self.model = model
+        self.path = path
+        self.dtype = dtype
+        self.capture: Capture | None = None
+        self.scheduler_output: Any = None
+        self._batch = batch
+        self._inputs_read: Any = None
+
+    def segments(self) -> list[Segment]:
+        """Which rows the forward at hand computes, from the runner's own batch."""
+        output = self.scheduler_output
+        starts = {r.req_id: r.num_computed_tokens for r in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        counts = output.num_scheduled_tokens
+        order = self._batch()
+        if sorted(order) != sorted(counts):
+            raise RuntimeError(
+                f"vllm-compat: the runner's batch {order} is not what was scheduled "
+                f"{list(counts)}."
+            )
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._inputs_read = torch.cuda.Event()
+            self._inputs_read.record()
+        return [Segment(r, int(starts[r]), int(counts[r])) for r in order]
+
+    def wait_for_inputs(self) -> None:
+        """Waits until the last step's inputs have been copied to the device.
+
+        Without sampling nothing makes the host wait for the device, and the runner would
+        fill its pinned input buffers for the next step while they are still to be copied.
+        vLLM guards the same thing with an event when it schedules asynchronously
+        (gpu_model_runner.synchronize_input_prep, 0.16.0).
+        """
+        if self._inputs_read is not None:
+            self._inputs_read.synchronize()
+            self._inputs_read = None
+
+
+def _batch_order(runner: Any) -> Any:
+    """A function that gives the request ids in the order of the batch's rows.
+
+    V1 runner: ``input_batch.req_ids``. V2 runner (vllm/v1/worker/gpu/model_runner.py): it
+    has no such attribute; ``prepare_inputs`` returns the batch, which is noted on this one
+    runner object as it passes.
+    """
+    if hasattr(runner, "input_batch"):
+        return lambda: list(runner.input_batch.req_ids)
+    if not hasattr(runner, "prepare_inputs"):
+        raise NotImplementedError(
+            f"vllm-compat does not know the batch of {type(runner).__module__}."
+        )
+    seen: dict[str, Any] = {}
+    prepare = runner.prepare_inputs
+
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        batch = prepare(*args, **kwargs)
+        seen["batch"] = batch
+        return batch
+
+    runner.prepare_inputs = prepare_inputs
+    return lambda: list(seen["batch"].req_ids)
+
+
+def _settle(runner: Any) -> None:
+    """Ends the step without a token.
+
+    V1 runner: drops what ``execute_model`` keeps for ``sample_tokens`` (and checks at the
+    next step). V2 runner: counts computed tokens in ``sample_tokens``, on the device; left
+    out, the next chunk of a prompt would start at position 0 again.
+    """
+    if not hasattr(runner, "input_batch"):
+        runner.sample_tokens(None)
+    elif hasattr(runner, "execute_model_state"):
+        runner.execute_model_state = None
+        if hasattr(runner, "kv_connector_output"):
+            runner.kv_connector_output = None
+
+
+def _tensor_rank(worker: Any) -> int:
+    return int(worker.rank % worker.vllm_config.parallel_config.tensor_parallel_size)
+
+
+def _trial(worker: Any, model: Any) -> Any:
+    """One forward of a few tokens, without KV cache, as vLLM's profiling run does it."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    config = worker.vllm_config
+    vocabulary = config.model_config.get_vocab_size()
+    positions = torch.arange(_TRIAL_TOKENS, device=worker.model_runner.device)
+    # Not token 0: often the padding token, whose embedding is zero.
+    input_ids = (positions * 7 + 3) % vocabulary
+    if getattr(worker.model_runner, "uses_mrope", False):
+        positions = positions.repeat(3, 1)
+    with (
+        set_current_vllm_config(config),
+        set_forward_context(None, config, num_tokens=_TRIAL_TOKENS),
+    ):
+        return model(
+            input_ids=input_ids,
+            positions=positions,
+            intermediate_tensors=None,
+            inputs_embeds=None,
+        )
