@@ -119,6 +119,9 @@ def subject(
     if takes_budget and family.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = family.max_num_batched_tokens
     generator = VllmHiddenStatesGenerator(**arguments)
+    if "max_num_batched_tokens" in arguments:  # or prompts wouldn't come in chunks
+        budget = generator.vllm_config.scheduler_config.max_num_batched_tokens
+        assert budget == family.max_num_batched_tokens
     yield Subject(generator, reference, family, arguments["max_model_len"])
     generator.executor.shutdown()
 

@@ -8,7 +8,6 @@ earlier one has left behind.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -163,14 +162,3 @@ def test_bad_input_then_good(subject: Subject, bad: list[list[int]]) -> None:
     with pytest.raises((ValueError, TypeError), match=r"\S"):
         subject.generator.generate(bad)
     same(subject, TWO)
-
-
-def test_chunks_were_smaller_than_a_prompt(subject: Subject) -> None:
-    """The suite's own premise: where the generator takes a budget, prompts came in chunks."""
-    asked = subject.family.max_num_batched_tokens
-    if (
-        asked is None
-        or "max_num_batched_tokens" not in inspect.signature(type(subject.generator)).parameters
-    ):
-        pytest.skip("this family or this generator leaves the budget as it is")
-    assert subject.generator.vllm_config.scheduler_config.max_num_batched_tokens == asked
