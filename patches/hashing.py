@@ -38,7 +38,7 @@ PATCHES = (
         upstream="vllm/utils/hashing.py (0.11.1); speculators 0.4.0, generator's imports",
         delete_when="vLLM 0.11.0 is no longer supported",
         needed=lambda look: (
-            look.generator_says(f"from {_MODULE} import") and look.sources.file(_MODULE) is None
+            look.generator_says(f"from {_MODULE} import") and not look.has(_MODULE)
         ),
         vllm="<0.11.1",
         speculators=">=0.4",

@@ -229,10 +229,10 @@ PATCHES = (
             "the block size of the platform's attention kernel is settled by the KV groups; "
             "a scheduler with another one is silently accepted up to 0.20 and fails later"
         ),
-        upstream="vllm/v1/engine/core.py, _initialize_kv_caches (0.18.1)",
+        upstream="vllm/v1/engine/core.py, _initialize_kv_caches (0.18)",
         delete_when="vLLM before 0.18 is no longer supported (then for good)",
-        needed=lambda look: "cache_config.block_size = min(" in look.sources.text(_CORE),
-        vllm=">=0.18.1",
+        needed=lambda look: look.sources.says(_CORE, "cache_config.block_size = min("),
+        vllm=">=0.18",
         replaces={_SEAM: _with_group_block_size},
     ),
     Patch(

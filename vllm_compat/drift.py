@@ -7,7 +7,6 @@ patch that relies on it, and what a user would see. ``python -m vllm_compat drif
 from __future__ import annotations
 
 import argparse
-import ast
 import builtins
 import json
 import sys
@@ -125,20 +124,7 @@ def _bound(seam: str, sources: Sources) -> bool:
     module, _, path = seam.partition(":")
     if "." in path:
         return sources.find(seam) is not None
-    return hasattr(builtins, path) or path in _globals(sources.text(module))
-
-
-def _globals(text: str) -> set[str]:
-    """Names that a module's own statements bind."""
-    names: set[str] = set()
-    for statement in ast.parse(text).body:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            names |= {(a.asname or a.name).split(".")[0] for a in statement.names}
-        elif isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
-            names.add(statement.name)
-        elif isinstance(statement, ast.Assign):
-            names |= {t.id for t in statement.targets if isinstance(t, ast.Name)}
-    return names
+    return hasattr(builtins, path) or path in sources.names(module)
 
 
 def packages_under(path: Path) -> list[Path]:

@@ -35,7 +35,7 @@ class Look:
 
     def generator_says(self, text: str) -> bool:
         """Whether the generator's own source has this text."""
-        return text in self.sources.text(GENERATOR)
+        return self.sources.says(GENERATOR, text)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,10 @@ class Sources:
         path = self.file(module)
         return path.read_text(encoding="utf-8") if path else ""
 
+    def says(self, module: str, text: str) -> bool:
+        """Whether a module's source has this text; False if there is no such module."""
+        return text in self.text(module)
+
     def find(self, symbol: str) -> Found | None:
         """Looks a symbol up; follows re-exports and base classes inside the packages."""
         module, _, name = symbol.partition(":")
@@ -117,20 +121,33 @@ class Sources:
             home, statement = inner
         return self._describe(symbol, home, statement)
 
-    def unresolved(self, module: str, package: str) -> list[str]:
-        """What a module's own statements import from a package that doesn't have it."""
+    def names(self, module: str) -> list[str]:
+        """The names that a module's own statements bind."""
         tree = self._tree(module)
-        if tree is None:
-            return []
-        wanted = [
+        bound: set[str] = set()
+        for statement in _statements(tree.body if tree is not None else []):
+            bound.update(_names(statement))
+            if isinstance(statement, (ast.Import, ast.ImportFrom)):
+                bound.update((a.asname or a.name).split(".")[0] for a in statement.names)
+        return sorted(bound)
+
+    def imports(self, module: str, package: str) -> list[str]:
+        """What a module's own statements import from a package, as symbols."""
+        tree = self._tree(module)
+        return [
             f"{statement.module}:{alias.name}"
-            for statement in tree.body
+            for statement in (tree.body if tree is not None else ())
             if isinstance(statement, ast.ImportFrom) and not statement.level
             if (statement.module or "").split(".")[0] == package
             for alias in statement.names
         ]
+
+    def unresolved(self, module: str, package: str) -> list[str]:
+        """What a module imports from a package that doesn't have it."""
         return [
-            w for w in wanted if self.find(w) is None and not self.file(w.replace(":", "."))
+            name
+            for name in self.imports(module, package)
+            if self.find(name) is None and self.find(name.replace(":", ".")) is None
         ]
 
     # -- reading ---------------------------------------------------------------------
