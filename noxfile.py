@@ -12,8 +12,8 @@ runs `tests/conformance/`. Its outcome goes into `vllm_compat/data/tested.json`,
 `status()`, the README and the documentation take what has been tested. The environment is
 removed afterwards. uv links its files from a cache, so that a cell costs seconds and no space.
 
-Needs uv on PATH and a C library that the vLLM of the cell was built for; what can't run here is
-written down as such, with the reason.
+Needs uv on PATH, Python 3.11 or 3.12, and the C library that the cell's vLLM was built for;
+what can't run here is written down as such, with the reason.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).parent
 CELLS = ROOT / "constraints" / "cells"
-TESTED = ROOT / "vllm_compat" / "data" / "tested.json"
+TESTED = Path(
+    os.environ.get("VLLM_COMPAT_MATRIX_RECORD", ROOT / "vllm_compat" / "data" / "tested.json")
+)
 # One path for all cells: byte code that one cell compiled serves the next, where the file is
 # the same. The cells of one checkout therefore run one after the other.
 WORK = Path(os.environ.get("VLLM_COMPAT_MATRIX_DIR", ROOT / ".nox"))
-PYTHON = "3.11"
+# The pins are made for 3.11 and serve 3.12 as well. By default the Python that nox runs on.
+PYTHON = os.environ.get("VLLM_COMPAT_MATRIX_PYTHON", sys.executable)
 
 CI = {("0.11.0.post2", "0.3.0"), ("0.16.0", "0.3.0"), ("0.16.0", "0.4.0.1")}
 
@@ -99,7 +102,15 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
         return session.run(*map(str, command), external=True, env=env, **options)
 
     try:
-        run("uv", "venv", "--quiet", "--no-config", f"--python={PYTHON}", environment)
+        run(
+            "uv",
+            "venv",
+            "--quiet",
+            "--no-config",
+            "--no-python-downloads",
+            f"--python={PYTHON}",
+            environment,
+        )
         install = ("uv", "pip", "install", "--quiet", f"--python={python}", "--no-deps")
         run(*install, "-r", CELLS / f"vllm-{vllm}-speculators-{speculators}.txt")
         for old in WORK.glob("*.whl"):
