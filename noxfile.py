@@ -171,6 +171,7 @@ def _outcome(report: Path) -> dict[str, Any]:
         "torch": found["packages"].get("torch"),
         "transformers": found["packages"].get("transformers"),
         "python": found["packages"].get("python"),
+        "libc": found["packages"].get("libc"),
         "passed": passed,
         "skipped": sum(outcome == "skipped" for outcome in cases.values()),
     }

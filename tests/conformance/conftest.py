@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import platform
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -46,7 +47,8 @@ class Recorder:
         try:
             environment = vllm_compat.status(workers=False).environment
             packages = {p.name: p.text for p in environment.packages()} | {
-                "python": environment.python
+                "python": environment.python,
+                "libc": " ".join(platform.libc_ver()),
             }
         except vllm_compat.UnsupportedEnvironmentError as error:
             self.refused, packages = str(error), {}
@@ -59,7 +61,8 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--conformance-report")
+    # In a run of all tests this file comes too late to have options.
+    path = config.getoption("--conformance-report", default=None)
     if path is not None:
         config.pluginmanager.register(Recorder(path), "conformance-recorder")
 
