@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 
 class CapturingExecutor:
@@ -164,12 +165,23 @@ PATCHES = (
             Symbol("vllm.v1.worker.gpu_input_batch:InputBatch.req_ids"),
             Symbol(f"{_RUNNER}.get_model", if_gone="the model can't be hooked"),
             Symbol(f"{_RUNNER}.input_batch", if_gone="rows have no owner"),
+            Symbol(f"{_RUNNER_V2}.prepare_inputs", (), "rows have no owner", ">=0.12"),
+            Symbol(f"{_RUNNER_V2}.sample_tokens", (), "chunks start at 0 again", ">=0.12"),
+            Symbol(
+                "vllm.v1.worker.gpu.input_batch:InputBatch.req_ids",
+                (),
+                "rows have no owner",
+                ">=0.12",
+            ),
             Symbol("vllm.v1.core.sched.output:SchedulerOutput.num_scheduled_tokens"),
             Symbol("vllm.v1.core.sched.output:SchedulerOutput.scheduled_new_reqs"),
             Symbol("vllm.v1.core.sched.output:NewRequestData.num_computed_tokens"),
             Symbol("vllm.v1.core.sched.output:CachedRequestData.req_ids"),
             Symbol("vllm.v1.core.sched.output:CachedRequestData.num_computed_tokens"),
-            Symbol("vllm.forward_context:set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+            Symbol(
+                "vllm.forward_context:set_forward_context",
+                ("attn_metadata", "vllm_config", "num_tokens"),
+            ),
         ),
     ),
     Patch(
@@ -184,9 +196,7 @@ PATCHES = (
         vllm=">=0.11.1",
         side="worker",
         replaces={at("MultiprocExecutor"): _two_phase},
-        relies_on=(
-            Symbol(f"{_RUNNER}.execute_model_state", if_gone="the second step fails"),
-        ),
+        relies_on=(Symbol(f"{_RUNNER}.execute_model_state", if_gone="the second step fails"),),
     ),
     Patch(
         name="reply-rank",
@@ -196,9 +206,7 @@ PATCHES = (
         ),
         upstream="vllm/v1/executor/multiproc_executor.py, collective_rpc (0.11.1)",
         delete_when="vLLM 0.11.0 is no longer supported (then for good)",
-        needed=lambda look: look.accepts(
-            f"{_EXECUTOR}.collective_rpc", "kv_output_aggregator"
-        ),
+        needed=lambda look: look.accepts(f"{_EXECUTOR}.collective_rpc", "kv_output_aggregator"),
         vllm=">=0.11.1",
         replaces={at("MultiprocExecutor"): _bare_reply},
     ),

@@ -90,10 +90,11 @@ class Patch:
         return None if None in verdicts else True
 
     def required_symbols(self, environment: Environment) -> tuple[Symbol, ...]:
-        """The symbols that have to be there on this vLLM."""
-        return tuple(
-            s for s in self.relies_on if _within(s.since, environment.vllm) is not False
-        )
+        """The symbols that have to be there on this vLLM.
+
+        One with ``since`` can't be asked of a build whose version says nothing.
+        """
+        return tuple(s for s in self.relies_on if _within(s.since, environment.vllm))
 
 
 def at(name: str) -> str:

@@ -80,6 +80,7 @@ def release(tmp_path: Path) -> Any:
         ("0.16.0", None),
         ("0.11.0.post2", "0.11.0"),
         ("0.11.0.post2", "0.11.1.dev4"),
+        ("0.11.0.post2", "dev"),  # what is `since` a release can't be asked of it
         ("0.32.0", "0.1.dev1"),
     ],
 )
