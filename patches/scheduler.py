@@ -6,16 +6,45 @@ import inspect
 from typing import Any
 
 from ..record import Patch, Symbol, at
-from ..session import current_session
+from ..session import Session, current_session
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+# In the call of Scheduler(); CacheConfig gets one in every speculators.
+_PASSES_BLOCK_SIZE = (
+    "structured_output_manager=structured_output_manager,\n            block_size="
+)
+
+
+class _Queued:
+    """vLLM's scheduler as the generator sees it: the engine's thread makes the calls.
+
+    An interrupt (Ctrl-C) so finds a scheduler that is never half way through one.
+    """
+
+    def __init__(self, session: Session, scheduler: Any) -> None:
+        self._session = session
+        self._scheduler = scheduler
+
+    def add_request(self, request: Any) -> Any:
+        _ = self._session.running_batch  # or nobody would ever take the request out again
+        return self._session.running_engine.run(self._scheduler.add_request, request)
+
+    def schedule(self) -> Any:
+        engine = self._session.running_engine
+        return engine.run(engine.schedule)
+
+    def finish_requests(self, *args: Any) -> Any:
+        return self._session.running_engine.run(self._scheduler.finish_requests, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
 
 
 def _keeping(original: Any) -> Any:
     def Scheduler(**kwargs: Any) -> Any:
         session = current_session()
         session.running_engine.scheduler = original(**kwargs)
-        return session.running_engine.scheduler
+        return _Queued(session, session.running_engine.scheduler)
 
     return Scheduler
 
@@ -29,6 +58,14 @@ def _with_block_sizes(make: Any) -> Any:
         kwargs["block_size"] = session.block_size
         if "hash_block_size" in inspect.signature(upstream).parameters:
             kwargs["hash_block_size"] = session.hash_block_size
+        return make(**kwargs)
+
+    return Scheduler
+
+
+def _without_block_size(make: Any) -> Any:
+    def Scheduler(**kwargs: Any) -> Any:
+        kwargs.pop("block_size", None)
         return make(**kwargs)
 
     return Scheduler
@@ -64,5 +101,18 @@ PATCHES = (
         needed=lambda look: look.accepts(_SCHEDULER, "block_size"),
         vllm=">=0.11.1",
         replaces={at("Scheduler"): _with_block_sizes},
+    ),
+    Patch(
+        name="scheduler-without-block-size",
+        why="Scheduler.__init__() got an unexpected keyword argument 'block_size'",
+        upstream="vllm/v1/core/sched/scheduler.py (0.11.0); speculators 0.4.0, __init__()",
+        delete_when="vLLM 0.11.0 is no longer supported",
+        needed=lambda look: (
+            look.generator_says(_PASSES_BLOCK_SIZE)
+            and not look.accepts(_SCHEDULER, "block_size")
+        ),
+        vllm="<0.11.1",
+        speculators=">=0.4",
+        replaces={at("Scheduler"): _without_block_size},
     ),
 )
