@@ -19,14 +19,14 @@ _CONFIGURATION = "transformers.configuration_utils"
 
 
 def _attn_mask_module_gone(look: Look) -> bool:
-    return look.sources.root("transformers") is not None and look.sources.file(_MASKS) is None
+    return look.sources.root("transformers") is not None and not look.has(_MASKS)
 
 
 def _torch_only_for_type_checkers(look: Look) -> bool:
-    text = look.sources.text(_CONFIGURATION)
-    return "torch.dtype | None" in text and not any(
-        line.startswith("import torch") for line in text.splitlines()
-    )
+    # A field of the class; as a parameter (transformers before 5.4) pydantic ignores it.
+    return look.sources.matches(
+        _CONFIGURATION, r"^    dtype: .*torch\.dtype"
+    ) and not look.sources.matches(_CONFIGURATION, r"^import torch")
 
 
 @contextlib.contextmanager
@@ -38,8 +38,7 @@ def _masks_stub() -> Iterator[None]:
 
     def _prepare_4d_causal_attention_mask(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            "speculators' EAGLE-1 model needs transformers < 5.24, which still has "
-            f"{_MASKS}."
+            f"speculators' EAGLE-1 model needs transformers < 5.24, which still has {_MASKS}."
         )
 
     stub._prepare_4d_causal_attention_mask = (  # type: ignore[attr-defined]
@@ -80,10 +79,10 @@ PATCHES = (
     Patch(
         name="transformers-torch-name",
         why="PydanticUndefinedAnnotation: name 'torch' is not defined",
-        upstream="transformers 5.0, configuration_utils.py; speculators/config.py",
+        upstream="transformers 5.4, configuration_utils.py; speculators/config.py",
         delete_when="speculators' releases with the generator are no longer supported",
         needed=_torch_only_for_type_checkers,
-        transformers=">=5",
+        transformers=">=5.4",
         around_import={"speculators": _torch_named},
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -102,6 +103,10 @@ class Sources:
     def says(self, module: str, text: str) -> bool:
         """Whether a module's source has this text; False if there is no such module."""
         return text in self.text(module)
+
+    def matches(self, module: str, pattern: str) -> bool:
+        """Whether a regular expression matches a module's source; its lines each for itself."""
+        return re.search(pattern, self.text(module), re.MULTILINE) is not None
 
     def find(self, symbol: str) -> Found | None:
         """Looks a symbol up; follows re-exports and base classes inside the packages."""

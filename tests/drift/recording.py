@@ -1,13 +1,14 @@
-"""What every release of vLLM and speculators answers to the questions that the patches ask.
+"""What releases of vLLM, speculators and transformers answer to what the patches ask.
 
-`upstream.json` holds the answers, so that every pair of releases is checked in each run of the
+`upstream.json` holds the answers, so that all pairs of releases are checked in each run of the
 tests, without their wheels. This file writes it:
 
     python tests/drift/recording.py FOLDER
 
 FOLDER holds unpacked wheels, one folder each, `vllm-0.16.0/vllm/...` and
-`speculators-0.3.0/speculators/...`; their `*.py` and `*.dist-info/METADATA` are enough. A new
-patch or probe may ask something new. The test says so then, and this has to be run again.
+`speculators-0.3.0/speculators/...`, `transformers-5.19.0/transformers/...`; their `*.py` and
+`*.dist-info/METADATA` are enough. A new patch or probe may ask something new. The test says so
+then, and this has to be run again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from vllm_compat.symbols import Found, Sources
 
 RECORD = Path(__file__).with_name("upstream.json")
 
-RECORDED = ("speculators", "vllm")
+RECORDED = ("speculators", "transformers", "vllm")
 
 
 def _package(name: str) -> str:
@@ -58,6 +59,11 @@ class Recorder(Sources):
     def names(self, module: str) -> list[str]:
         answer = super().names(module)
         self._note(_package(module), f"names {module}", answer)
+        return answer
+
+    def matches(self, module: str, pattern: str) -> bool:
+        answer = super().matches(module, pattern)
+        self._note(_package(module), f"matches {module} {pattern}", answer)
         return answer
 
     def imports(self, module: str, package: str) -> list[str]:
@@ -99,6 +105,11 @@ class Replay(Sources):
             return super().says(module, text)
         return bool(self._answer(_package(module), f"says {module} {text}"))
 
+    def matches(self, module: str, pattern: str) -> bool:
+        if _package(module) not in self._answers:
+            return super().matches(module, pattern)
+        return bool(self._answer(_package(module), f"matches {module} {pattern}"))
+
     def names(self, module: str) -> list[str]:
         if _package(module) not in self._answers:
             return super().names(module)
@@ -130,6 +141,10 @@ def main(folder: Path) -> None:
         for name in RECORDED
     }
     known: dict[str, dict[str, dict[str, Any]]] = {n: {} for n in RECORDED}
+    for release, root in packages["transformers"].items():
+        recorder = Recorder({"transformers": root})
+        _ask(recorder)
+        known["transformers"][release] = recorder.answers["transformers"]
     # All pairs: a vLLM is asked what each generator imports.
     for vllm, vllm_root in packages["vllm"].items():
         for speculators, speculators_root in packages["speculators"].items():

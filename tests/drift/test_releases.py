@@ -25,10 +25,14 @@ PAIRS = [(v, s) for v in KNOWN["vllm"] for s in KNOWN["speculators"]]
 FOLDER = os.environ.get("VLLM_COMPAT_SOURCES")
 
 
-def recorded(vllm: str, speculators: str, folder: Path) -> Replay:
-    """Sources of that pair: the record, and folders that have a version and no more."""
+def recorded(vllm: str, speculators: str, folder: Path, transformers: str = "4.57.6") -> Replay:
+    """Sources of that set: the record, and folders that have a version and no more."""
     roots = {}
-    for name, version in (("vllm", vllm), ("speculators", speculators)):
+    for name, version in (
+        ("vllm", vllm),
+        ("speculators", speculators),
+        ("transformers", transformers),
+    ):
         root = folder / f"{name}-{version}" / name
         if not root.exists():
             (root / "v1").mkdir(parents=True)
@@ -40,7 +44,11 @@ def recorded(vllm: str, speculators: str, folder: Path) -> Replay:
                 for file in (generator, generator.parent / "__init__.py"):
                     file.touch()
         roots[name] = root
-    answers = {"vllm": KNOWN["vllm"][vllm], "speculators": KNOWN["speculators"][speculators]}
+    answers = {
+        "vllm": KNOWN["vllm"][vllm],
+        "speculators": KNOWN["speculators"][speculators],
+        "transformers": KNOWN["transformers"][transformers],
+    }
     return Replay(answers, roots)
 
 
@@ -64,6 +72,16 @@ def test_apply_would_take_it(vllm: str, speculators: str, folder: Path) -> None:
     report = plan(recorded(vllm, speculators, folder), untested="allow")
     assert report.active or any(entry.state == "off" for entry in report.entries)
     assert not [note for note in report.notes if "version number" in note]
+
+
+@pytest.mark.parametrize("transformers", KNOWN["transformers"])
+def test_transformers(transformers: str, folder: Path) -> None:
+    sources = recorded("0.22.1", "0.3.0", folder, transformers)
+    assert [str(finding) for finding in drift.check(sources)] == []
+    states = {e.patch.name: e.state for e in plan(sources, untested="allow").entries}
+    version = Version(transformers)
+    assert (states["transformers-torch-name"] == "off") == (version >= Version("5.4"))
+    assert (states["transformers-attn-mask"] == "off") == (version >= Version("5.24"))
 
 
 def test_the_oldest_and_the_newest_are_on_record() -> None:

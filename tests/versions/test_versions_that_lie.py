@@ -45,8 +45,17 @@ def install(
     for file in (generator, generator.parent / "__init__.py", speculators / "__init__.py"):
         file.touch()
     (speculators / "version.py").write_text('version = "0.3.0"\n')
-    answers = {"vllm": KNOWN["vllm"][files_of], "speculators": KNOWN["speculators"]["0.3.0"]}
-    return Replay(answers, {"vllm": vllm, "speculators": speculators})
+    answers = {
+        "vllm": KNOWN["vllm"][files_of],
+        "speculators": KNOWN["speculators"]["0.3.0"],
+        "transformers": KNOWN["transformers"]["4.57.6"],
+    }
+    transformers = folder / "transformers"
+    transformers.mkdir()
+    (transformers / "__init__.py").write_text("__version__ = '4.57.6'\n")
+    return Replay(
+        answers, {"vllm": vllm, "speculators": speculators, "transformers": transformers}
+    )
 
 
 def turned_on(sources: Replay) -> set[str]:
@@ -160,7 +169,7 @@ class TestNewerThanTested:
         sources = install(tmp_path, NEWEST, "0.99.0")
         gone = "find vllm.v1.core.kv_cache_utils:get_kv_cache_configs"
         answers = {**sources._answers, "vllm": {**sources._answers["vllm"], gone: None}}
-        roots = {name: sources.root(name) for name in ("vllm", "speculators")}
+        roots = {name: sources.root(name) for name in ("vllm", "speculators", "transformers")}
         with pytest.raises(UnsupportedEnvironmentError) as caught:
             plan(Replay(answers, roots))  # type: ignore[arg-type]
         message = str(caught.value)
