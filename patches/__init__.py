@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..record import Patch
 from . import (
     block_hasher,
+    cpu_norms,
     engine_args,
     executor,
     generator,
@@ -26,6 +27,7 @@ REGISTRY: tuple[Patch, ...] = (
     *tokenizer.PATCHES,
     *engine_args.PATCHES,
     *executor.PATCHES,
+    *cpu_norms.PATCHES,
     *memory.PATCHES,
     *kv_cache.PATCHES,
     *scheduler.PATCHES,
