@@ -1,0 +1,302 @@
+"""``check``: each fault of a run's files, made in real files of torch.save."""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_compat.checks.files import Check, check_directory, check_file
+from vllm_compat.cli import main
+
+LAYERS = [2, 4, 5, 7]
+WIDTH = 64
+FILES = 12
+
+
+def sample(index: int) -> dict[str, Any]:
+    """As a run of speculators' script writes it; norms grow with the layer."""
+    generator = torch.Generator().manual_seed(index)
+    n = 20 + 7 * index
+    states = []
+    for place in range(len(LAYERS)):
+        rows = torch.randn(n, WIDTH, generator=generator) * (place + 1)
+        rows[0] *= 100  # the attention sink
+        states.append(rows.to(torch.bfloat16))
+    return {
+        "input_ids": torch.randint(0, 500, (n,), generator=generator),
+        "hidden_states": states,
+        "loss_mask": (torch.arange(n) > 5).long(),
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    lengths = {}
+    for index in range(FILES):
+        data = sample(index)
+        torch.save(data, tmp_path / f"data_{index}.pt")
+        lengths[str(index)] = len(data["input_ids"])
+    config = {"data": {"num_samples": FILES}, "hidden_states": {"layer_ids": LAYERS}}
+    (tmp_path / "data_config.json").write_text(json.dumps(config))
+    (tmp_path / "sample_lengths.json").write_text(json.dumps(lengths))
+    return tmp_path
+
+
+def test_a_sound_run(run: Path) -> None:
+    done: list[int] = []
+    checked = check_directory(run, progress=done.append)
+    assert checked.sound
+    assert (checked.notes, checked.layer_ids) == ([], LAYERS)
+    assert checked.tokens == sum(20 + 7 * i for i in range(FILES))
+    assert sum(done) == checked.nbytes == sum(f.stat().st_size for f in run.glob("data_*.pt"))
+
+
+def _only_fault(run: Path, index: int = 3) -> str:
+    checked = check_directory(run)
+    assert [s.name for s in checked.bad] == [f"data_{index}.pt"], checked
+    assert not checked.missing
+    assert not checked.wrong
+    return "; ".join(checked.bad[0].wrong)
+
+
+def _change(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = torch.load(path, weights_only=True)
+        changed = change(data)
+        torch.save(changed if isinstance(changed, (dict, list)) else data, path)
+
+    return damage
+
+
+def _set(key: str, value: Any) -> Callable[[Path], None]:
+    return _change(lambda data: data.__setitem__(key, value))
+
+
+def _states(change: Callable[[list[torch.Tensor]], Any]) -> Callable[[Path], None]:
+    return _change(lambda data: change(data["hidden_states"]))
+
+
+def _write(content: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content) and None
+
+
+def _page_of_zeros(path: Path) -> None:
+    """A block that was never written, as after a power failure."""
+    content = bytearray(path.read_bytes())
+    content[2048:3072] = bytes(1024)
+    path.write_bytes(content)
+
+
+def _value(place: int, position: int, value: float) -> Callable[[Path], None]:
+    return _states(lambda states: states[place].__setitem__((position, 9), value))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (_write(b""), "is empty"),
+    "text": (_write(b"no file of torch"), "no archive of torch.save"),
+    "zeros": (_write(bytes(5000)), "beginning was never written"),
+    "page of zeros": (_page_of_zeros, "is damaged: the checksum of record"),
+    "a list": (_change(lambda data: [data]), "holds list"),
+    "no mask": (_change(lambda data: {k: data[k] for k in list(data)[:2]}), "holds ["),
+    "mask is None": (_set("loss_mask", None), "loss_mask is None"),
+    "short mask": (
+        _change(lambda d: d.__setitem__("loss_mask", d["loss_mask"][1:])),
+        "loss_mask has [40] for 41 ids",
+    ),
+    "odd mask": (
+        _change(lambda d: d["loss_mask"].__setitem__(3, 2)),
+        "values other than 0 and 1",
+    ),
+    "short ids": (
+        _change(lambda d: d.__setitem__("input_ids", d["input_ids"][1:])),
+        "for 40 ids",
+    ),
+    "float ids": (
+        _change(lambda d: d.__setitem__("input_ids", d["input_ids"].float())),
+        "no list of token ids",
+    ),
+    "negative id": (_change(lambda d: d["input_ids"].__setitem__(3, -1)), "negative"),
+    "no tokens": (
+        _change(
+            lambda d: {
+                "input_ids": d["input_ids"][:0],
+                "loss_mask": d["loss_mask"][:0],
+                "hidden_states": [h[:0] for h in d["hidden_states"]],
+            }
+        ),
+        "has no tokens",
+    ),
+    "states are a tensor": (
+        _change(lambda d: d.__setitem__("hidden_states", torch.stack(d["hidden_states"]))),
+        "no list of tensors",
+    ),
+    "no states": (_set("hidden_states", []), "hidden_states is empty"),
+    "short states": (
+        _states(lambda states: states.__setitem__(2, states[2][:-1])),
+        "hidden_states[2] has [40, 64] torch.bfloat16 for 41 ids",
+    ),
+    "NaN": (_value(1, 17, float("nan")), "hidden_states[1], position 17: not finite"),
+    "infinity": (_value(0, 0, float("inf")), "hidden_states[0], position 0: not finite"),
+    "rows of zeros": (
+        _states(lambda states: states[3][30:].zero_()),
+        "hidden_states[3]: 11 rows of zeros, the first at position 30",
+    ),
+    "a layer less": (_states(lambda states: states.pop()), "has 3 layers"),
+    "another width": (
+        _states(lambda states: states.__setitem__(slice(None), [s[:, :32] for s in states])),
+        "has 4 layers of 32 bfloat16; the others 4 layers of 64 bfloat16",
+    ),
+    "another dtype": (
+        _states(lambda states: states.__setitem__(slice(None), [s.half() for s in states])),
+        "64 float16; the others",
+    ),
+    "mixed dtypes": (
+        _states(lambda states: states.__setitem__(0, states[0].float())),
+        "layers differ in width or dtype",
+    ),
+    "layers swapped": (
+        _states(lambda states: states.__setitem__(slice(None), states[::-1])),
+        "layer 2: the median norm of its rows is 4 times that of the other files",
+    ),
+    "states scaled": (
+        _states(lambda states: states[1].mul_(0.3)),
+        "layer 4: the median norm of its rows is 0.31 times that of the other files",
+    ),
+    "one huge row": (
+        _states(lambda states: states[2][5].mul_(1000)),
+        "layer 5: the largest norm of its rows",
+    ),
+    "another sample's length": (
+        _change(lambda d: {
+            "input_ids": d["input_ids"][:30],
+            "loss_mask": d["loss_mask"][:30],
+            "hidden_states": [h[:30].clone() for h in d["hidden_states"]],
+        }),
+        "has 30 tokens; sample_lengths.json says 41",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_in_its_file(run: Path, fault: str) -> None:
+    damage, sentence = FAULTS[fault]
+    damage(run / "data_3.pt")
+    assert sentence in _only_fault(run)
+
+
+def test_a_file_that_was_cut_anywhere_is_found(run: Path) -> None:
+    path = run / "data_3.pt"
+    whole = path.read_bytes()
+    for length in [*random.Random(0).sample(range(len(whole)), 60), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        assert check_file(path).wrong, length
+        # As preallocated and not filled: the rest is zeros.
+        path.write_bytes(whole[:length].ljust(len(whole), b"\0"))
+        assert check_file(path).wrong or path.read_bytes() == whole, length
+
+
+def test_a_changed_bit_is_found_by_its_checksum(run: Path) -> None:
+    path = run / "data_3.pt"
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+    content = bytearray(path.read_bytes())
+    content[largest.header_offset + 4000] ^= 1
+    path.write_bytes(content)
+    assert "checksum" in _only_fault(run)
+    assert not check_file(path, checksums=False).wrong
+
+
+def test_code_in_a_file_is_not_run(run: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "touched",)
+
+    torch.save({**sample(3), "evil": Evil()}, run / "data_3.pt")
+    assert "can't be read" in _only_fault(run)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_missing_files_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for index in (0, 4, 5, 11):
+        (run / f"data_{index}.pt").unlink()
+    assert check_directory(run).missing == [0, 4, 5, 11]
+    (run / "data_config.json").unlink()  # then the last one can't be known
+    checked = check_directory(run)
+    assert checked.missing == [0, 4, 5]
+    assert "the run has not come to its end" in checked.notes[0]
+    assert check_directory(run, expected=12).missing == [0, 4, 5, 11]
+    assert main(["check", str(run), "--expect", "12"]) == 1
+    assert "data_0.pt, data_4.pt to data_5.pt, data_11.pt" in capsys.readouterr().out
+
+
+def test_a_file_too_many_is_named(run: Path) -> None:
+    torch.save(sample(3), run / "data_12.pt")
+    (sentence,) = check_directory(run).wrong
+    assert sentence == "data_12.pt is beyond the 12 samples that there should be"
+
+
+def test_an_empty_directory_is_not_sound(tmp_path: Path) -> None:
+    assert check_directory(tmp_path).wrong == ["no data_*.pt here"]
+
+
+def test_norms_of_few_files_are_not_judged(run: Path) -> None:
+    for index in range(5, FILES):
+        (run / f"data_{index}.pt").unlink()
+    FAULTS["states scaled"][0](run / "data_3.pt")
+    assert not check_directory(run, expected=5).bad
+
+
+def test_texts_of_one_token_are_no_outliers(run: Path) -> None:
+    """All that such a file has is the attention sink."""
+    data = sample(3)
+    for key in ("input_ids", "loss_mask"):
+        data[key] = data[key][:1]
+    data["hidden_states"] = [h[:1].clone() for h in data["hidden_states"]]
+    torch.save(data, run / "data_3.pt")
+    (run / "sample_lengths.json").unlink()
+    assert check_directory(run).sound
+
+
+def test_threads_agree(run: Path) -> None:
+    FAULTS["NaN"][0](run / "data_3.pt")
+
+    def outcome(checked: Check) -> Any:
+        return [(s.name, s.wrong, s.norms) for s in checked.samples.values()]
+
+    assert outcome(check_directory(run, threads=1)) == outcome(check_directory(run, threads=7))
+
+
+def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "12 files, 702 tokens, 4 layers of 64 bfloat16" in out
+    assert out.endswith("All are sound.\n")
+    FAULTS["NaN"][0](run / "data_3.pt")
+    (run / "data_7.pt").unlink()
+    assert main(["check", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "missing: data_7.pt" in out
+    assert "data_3.pt: hidden_states[1], position 17: not finite" in out
+    assert out.endswith("NOT SOUND: 1 bad, 1 missing.\n")
+    assert "\x1b" not in out
+
+
+def test_the_command_with_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FAULTS["empty"][0](run / "data_3.pt")
+    assert main(["check", str(run), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["sound"] is False
+    assert found["bad"] == [{"file": "data_3.pt", "tokens": 0, "wrong": ["is empty"]}]
+    assert (found["files"], found["missing"], found["layer_ids"]) == (12, [], LAYERS)
+
+
+def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path / "nothing")]) == 1
+    assert capsys.readouterr().err.endswith("nothing is no directory.\n")

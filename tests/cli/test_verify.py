@@ -1,0 +1,180 @@
+"""``verify`` on real engines: right states pass, and rows that were moved are found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_compat.batch import Batch
+from vllm_compat.cli import CommandError, main
+from vllm_compat.cli.prompts import built_in_prompts, read_prompts
+from vllm_compat.cli.verify import _reference_dtype
+
+LAYERS = ["1", "7"]
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+
+
+@pytest.mark.engine
+def test_right_states_pass(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "errors.html"
+    words = ["verify", "--model", str(model), "--layers", *LAYERS, "--plot", str(page)]
+    assert main(words) == 0
+    out = capfd.readouterr().out
+    assert "vLLM against transformers (float32), 15 prompts" in out.splitlines()[0]
+    assert out.endswith("Every row is right.\n")
+    rows = [line.split() for line in out.splitlines()]
+    (mean,) = [float(row[1]) for row in rows if row and row[0] == "7" and row[2] == "%"]
+    assert 0.1 < mean < 2
+    assert "<svg" in page.read_text()
+
+
+def _moved(monkeypatch: pytest.MonkeyPatch, sequence: int) -> None:
+    """Rows 20 to 39 of one sequence of a batch, at all layers, are those 3 further on."""
+    result = Batch.result
+
+    def moved(self: Batch, index: int) -> list[torch.Tensor]:
+        states = result(self, index)
+        if index == sequence and len(self.prompts) > 1:
+            for rows in states:
+                rows[20:40] = rows[23:43].clone()
+        return states
+
+    monkeypatch.setattr(Batch, "result", moved)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("batch_only", [False, True])
+def test_a_shift_is_found(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    batch_only: bool,
+) -> None:
+    _moved(monkeypatch, sequence=11)
+    words = ["verify", "--model", str(model), "--layers", *LAYERS, "--json"]
+    assert main([*words, *["--batch-only"][:batch_only]]) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert found["right"] is False
+    assert found["against"].startswith("one batch" if batch_only else "vLLM against")
+    assert found["moved"] == [
+        {"prompt": 11, "layer": int(k), "first": 20, "last": 39, "whose": 11, "shift": 3}
+        for k in LAYERS
+    ]
+    assert found["wrong"][0] == (
+        "prompt 11, layer 1: positions 20 to 39 hold the rows of positions 23 to 42 "
+        "(shifted by +3)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--layers", "8"], "layer 8 is outside of [0, 7]"),
+        (["--prompts", "nothing.txt"], "can't read the prompts in nothing.txt"),
+        (["--plot", "errors.pdf"], "a plot is a .html or a .png file"),
+        (["--model", "/no/model"], "can't read the config of /no/model"),
+    ],
+)
+def test_errors_come_before_the_engine(
+    model: Path, capfd: pytest.CaptureFixture[str], words: list[str], sentence: str
+) -> None:
+    assert main(["verify", "--model", str(model), *words]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert sentence in captured.err.splitlines()[-1]
+
+
+def _tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def test_prompts_of_files(model: Path, tmp_path: Path) -> None:
+    tokenizer = _tokenizer(model)
+
+    def read(name: str, text: str, longest: int = 99) -> list[list[int]]:
+        (tmp_path / name).write_text(text)
+        return read_prompts(tmp_path / name, tokenizer, longest)
+
+    assert read("a.txt", "t1 t2\n\nt3\n") == [[1, 2], [3]]
+    rows = [
+        {"input_ids": [5, 6]},
+        {"prompt_token_ids": [7]},
+        {"prompt": "t8 t9"},
+        {"text": "t1"},
+        [4, 5],
+        "t2 t3",
+    ]
+    expected = [[5, 6], [7], [8, 9], [1], [4, 5], [2, 3]]
+    assert read("a.jsonl", "\n".join(map(json.dumps, rows))) == expected
+    assert read("a.json", json.dumps(rows)) == expected
+    assert read("cut.json", json.dumps([[1, 2, 3, 4]]), longest=3) == [[1, 2, 3]]
+    turns = [("human", "user", "t7"), ("gpt", "assistant", "t8")]
+    chats = [
+        {"conversations": [{"from": name, "value": text} for name, _, text in turns]},
+        {"messages": [{"role": role, "content": text} for _, role, text in turns]},
+    ]
+    one, other = read("chat.jsonl", "\n".join(map(json.dumps, chats)))
+    assert one == other
+    assert [i for i in one if i in (7, 8)] == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.txt", "\n", "has no prompts"),
+        ("a.jsonl", "{", "is not JSON"),
+        ("a.jsonl", '{"input_ids": []}', "prompt 1: it has no tokens"),
+        ("a.jsonl", '{"prompt": "t1"}\n{"other": 1}', "prompt 2: an object with input_ids"),
+        ("a.jsonl", '{"messages": [3]}', "no conversation for this tokenizer"),
+    ],
+)
+def test_prompts_that_are_none(
+    model: Path, tmp_path: Path, name: str, text: str, sentence: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CommandError, match=sentence):
+        read_prompts(tmp_path / name, _tokenizer(model), 99)
+
+
+def test_built_in_prompts_fit_any_model(model: Path) -> None:
+    prompts = built_in_prompts(_tokenizer(model), 512, 100)
+    assert len(prompts) > 11  # speculators 0.4.0 mixes up results from there on
+    assert {len(p) for p in prompts} >= {1, 2, 15, 16, 17, 100}
+    assert max(map(len, prompts)) == 100
+    assert len({i for p in prompts for i in p}) > 100
+    beginnings = [tuple(p[:15]) for p in prompts if len(p) >= 15]
+    assert len(set(beginnings)) < len(beginnings)  # for a prefix cache to hit
+    assert built_in_prompts(_tokenizer(model), 512, 100) == prompts
+
+
+def test_the_reference_has_to_fit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from argparse import Namespace
+
+    from vllm_compat.cli import machine
+
+    parsed = Namespace(model=str(model), reference_dtype="auto", reference_device="cpu")
+    size = sum(f.stat().st_size for f in model.glob("*.safetensors"))
+
+    def available(nbytes: float) -> None:
+        monkeypatch.setattr(machine, "memory", lambda: machine.Memory(0, int(nbytes / 0.9)))
+
+    available(2.1 * size)
+    assert _reference_dtype(parsed) == torch.float32
+    available(1.5 * size)
+    assert _reference_dtype(parsed) == torch.bfloat16
+    available(0.9 * size)
+    with pytest.raises(CommandError, match="use --batch-only"):
+        _reference_dtype(parsed)

@@ -1,0 +1,110 @@
+"""The states that transformers computes: the reference for what vLLM's workers captured."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from ..worker.model import find_decoder, hidden_of
+
+__all__ = ["checkpoint_bytes", "default_layers", "transformers_states"]
+
+States = Callable[[Sequence[int]], list[torch.Tensor]]
+
+
+def default_layers(layers: int) -> list[int]:
+    """The layers that speculators' generator takes when it is told none."""
+    return [2, layers // 2, layers - 3, layers - 1]
+
+
+def checkpoint_bytes(model: Path) -> int:
+    """Bytes of the weights of a checkpoint folder; 0 if it holds none that are known."""
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        sizes = [file.stat().st_size for file in model.glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    return 0
+
+
+def checkpoint_itemsize(model: Path) -> int:
+    """Bytes of one weight of a checkpoint, as its config says; 2 if it doesn't."""
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):
+        return 2
+    name = config.get("dtype") or config.get("torch_dtype")
+    name = name or (config.get("text_config") or {}).get("torch_dtype") or "bfloat16"
+    dtype = getattr(torch, str(name).removeprefix("torch."), torch.bfloat16)
+    return int(dtype.itemsize) if isinstance(dtype, torch.dtype) else 2
+
+
+def transformers_states(
+    model: str | Path,
+    layer_ids: Sequence[int],
+    dtype: torch.dtype | str = "auto",
+    device: str = "cpu",
+) -> States:
+    """Loads a model with transformers and gives a function that computes its states.
+
+    Layer k means the residual stream after decoder layer k, before the final norm. The hidden
+    states that transformers itself returns are normed for the last layer; forward hooks on the
+    decoder layers are not.
+
+    Args:
+        model: a checkpoint's folder, or its name on a hub.
+        layer_ids: the layers, in the order of the result; may repeat.
+        dtype: of the weights and of the computation; ``auto`` is the checkpoint's own.
+        device: a torch device.
+
+    Returns:
+        A function from the token ids of one prompt to a list of tensors ``[len(ids), hidden]``
+        on the CPU, one for each of ``layer_ids``.
+
+    Raises:
+        UnsupportedModelError: its decoder layers can't be told.
+    """
+    network = _load(str(model), dtype).eval().to(device)
+    layers = find_decoder(network, network.config.get_text_config()).layers
+    seen: dict[int, torch.Tensor] = {}
+
+    def keeper(layer_id: int) -> Callable[..., None]:
+        def keep(_module: Any, _arguments: Any, output: Any) -> None:
+            seen[layer_id] = hidden_of(output).detach()
+
+        return keep
+
+    for layer_id in set(layer_ids):
+        layers[layer_id].register_forward_hook(keeper(layer_id))
+    arguments: dict[str, Any] = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(network.forward).parameters:
+        arguments["logits_to_keep"] = 1
+
+    def states(ids: Sequence[int]) -> list[torch.Tensor]:
+        seen.clear()
+        with torch.inference_mode():
+            network(input_ids=torch.as_tensor(ids, device=device)[None], **arguments)
+        return [
+            seen[layer_id].reshape(len(ids), -1).to("cpu", copy=True) for layer_id in layer_ids
+        ]
+
+    return states
+
+
+def _load(model: str, dtype: torch.dtype | str) -> Any:
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    # The generator trusts the checkpoint's own code too.
+    config = AutoConfig.from_pretrained(model, trust_remote_code=True)
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    loader = AutoModelForCausalLM if known or remote else AutoModelForImageTextToText
+    # Renamed in 4.56, where the old name began to warn.
+    name = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    return loader.from_pretrained(model, **{name: dtype}, trust_remote_code=True)

@@ -1,0 +1,373 @@
+"""``verify``: holds the generator's states against those of transformers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .console import Console, human_bytes, only_results_on_stdout
+from .errors import CommandError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..checks.rows import Comparison, Limits
+
+__all__ = ["add"]
+
+_DESCRIPTION = """\
+Runs speculators' generator on vLLM and the same prompts through transformers, and shows how
+far each row is off: by layer, and by position. Finds rows that belong to another position or
+another prompt, and says to which.
+
+  vllm-compat verify --model MODEL
+  vllm-compat verify --model MODEL --layers 2 14 25 27 --prompts conversations.jsonl
+  vllm-compat verify --model MODEL --plot errors.html
+  vllm-compat verify --model MODEL --batch-only
+
+A right answer is off by the noise of two programs and two dtypes: 0.3 to 2 % on average, a few
+per cent at the last layer. Exit status 0: every row is right; 1: some are not.
+
+--batch-only is for models that are too large for transformers here: the prompts run as one
+batch and one by one, both on vLLM, and have to agree. That finds rows in the wrong place; it
+doesn't find what vLLM itself would compute wrongly.
+"""
+
+_SHOWN = 20  # sentences about faults
+_MAX_PROMPT = 4096
+
+
+def add(subparsers: Any) -> None:
+    """Adds the command."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="are the states those of the model? against transformers, row by row",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="checkpoint folder, or name on the hub")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", metavar="K", help="default: the generator's own choice"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one prompt a line; or .jsonl/.json with input_ids, prompt, text, messages or "
+        "conversations (default: 15 built-in ones of 1 to some hundred tokens)",
+    )
+    parser.add_argument("--max-prompts", type=int, metavar="N", help="only the first N of FILE")
+    parser.add_argument(
+        "--max-len", type=int, default=_MAX_PROMPT, metavar="N", help="cut prompts to N tokens"
+    )
+    parser.add_argument(
+        "--reference-dtype",
+        choices=("auto", "float32", "bfloat16", "checkpoint"),
+        default="auto",
+        help="of transformers; auto: float32 if it fits into memory, else the checkpoint's own",
+    )
+    parser.add_argument("--reference-device", default="cpu", help="of transformers, e.g. cuda")
+    parser.add_argument("--batch-only", action="store_true", help="without transformers")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.8, metavar="SHARE")
+    parser.add_argument(
+        "--mean-limit",
+        type=float,
+        metavar="X",
+        help="largest mean error of a layer's rows in a prompt (default: 0.08)",
+    )
+    parser.add_argument(
+        "--row-limit", type=float, metavar="X", help="largest error of a row (default: 0.25)"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="picture of the errors, .html or .png"
+    )
+    parser.add_argument("--json", action="store_true", help="plain values in place of tables")
+    parser.set_defaults(function=_run)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.plot is not None:
+        from ..checks.plot import check_path
+
+        try:
+            check_path(parsed.plot)
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+    notes = Console(sys.stderr)
+    with only_results_on_stdout(), _quiet():
+        comparison, facts = _compare(parsed, notes)
+    if parsed.plot is not None:
+        from ..checks.plot import write_plot
+
+        write_plot(comparison, parsed.plot, f"{Path(parsed.model).name}: {facts['against']}")
+    if parsed.json:
+        sys.stdout.write(json.dumps(_as_json(comparison, facts), indent=1) + "\n")
+    else:
+        _show(comparison, facts, Console())
+    return 1 if comparison.wrong else 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """vLLM's and transformers' chatter is not what this command is asked for."""
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        # vLLM on a CPU takes several GB otherwise, and no prompt here is long.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    yield
+
+
+def _compare(parsed: argparse.Namespace, notes: Console) -> tuple[Comparison, dict[str, Any]]:
+    from ..activation import apply
+
+    apply()
+    model = _model_config(parsed.model)
+    layer_ids = _layers(parsed.layers, model["layers"])
+    prompts = _prompts(parsed, model)
+    dtype = None if parsed.batch_only else _reference_dtype(parsed)
+    tokens = sum(map(len, prompts))
+    what = f"{len(prompts)} prompts, {tokens} tokens, layers {_listed(layer_ids)}"
+    notes.line(f"vLLM: {what} ...", style="dim")
+    began = time.monotonic()
+    got, alone = _generate(parsed, layer_ids, prompts)
+    seconds = time.monotonic() - began
+    facts = {
+        "model": parsed.model,
+        "layers": layer_ids,
+        "prompts": len(prompts),
+        "tokens": tokens,
+        "vllm_seconds": round(seconds, 1),
+    }
+    if parsed.batch_only:
+        facts["against"] = "one batch against one by one"
+        reference = alone
+    else:
+        name = str(dtype).removeprefix("torch.")
+        facts["against"] = f"vLLM against transformers ({name})"
+        notes.line(f"transformers: {name}, on {parsed.reference_device} ...", style="dim")
+        began = time.monotonic()
+        reference = _reference(parsed, layer_ids, prompts, dtype, notes)
+        facts["reference_seconds"] = round(time.monotonic() - began, 1)
+    from ..checks.rows import compare
+
+    return compare(got, reference, layer_ids, _limits(parsed)), facts
+
+
+def _limits(parsed: argparse.Namespace) -> Limits:
+    from ..checks.rows import Limits
+
+    given = {"mean": parsed.mean_limit, "row": parsed.row_limit}
+    return Limits(**{name: value for name, value in given.items() if value is not None})
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=True)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"can't read the config of {model}: {_first_line(error)}") from error
+    text = config.get_text_config()
+    return {
+        "layers": int(text.num_hidden_layers),
+        "vocabulary": int(text.vocab_size),
+        "positions": int(getattr(text, "max_position_embeddings", None) or _MAX_PROMPT),
+    }
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _layers(asked: list[int] | None, count: int) -> list[int]:
+    from ..checks.reference import default_layers
+
+    layer_ids = default_layers(count) if asked is None else list(dict.fromkeys(asked))
+    outside = [k for k in layer_ids if not 0 <= k < count]
+    if outside:
+        raise CommandError(
+            f"layer {outside[0]} is outside of [0, {count - 1}]: the model has {count} layers."
+        )
+    return layer_ids
+
+
+def _prompts(parsed: argparse.Namespace, model: dict[str, Any]) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    from .prompts import built_in_prompts, read_prompts
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(parsed.model, trust_remote_code=True)
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            f"can't load the tokenizer of {parsed.model}: {_first_line(error)}"
+        ) from error
+    # vLLM keeps one position for the token that it has to generate.
+    longest = min(parsed.max_len, model["positions"] - 1)
+    if parsed.prompts is None:
+        return built_in_prompts(tokenizer, model["vocabulary"], longest)
+    return read_prompts(parsed.prompts, tokenizer, longest)[: parsed.max_prompts]
+
+
+def _reference_dtype(parsed: argparse.Namespace) -> Any:
+    import torch
+
+    from ..checks.reference import checkpoint_bytes, checkpoint_itemsize
+    from .machine import memory
+
+    folder = Path(parsed.model)
+    size, itemsize = checkpoint_bytes(folder), checkpoint_itemsize(folder)
+    own = {1: torch.bfloat16, 2: torch.bfloat16, 4: torch.float32}.get(itemsize, torch.float32)
+    if parsed.reference_dtype == "float32":
+        return torch.float32
+    if parsed.reference_dtype == "bfloat16":
+        return torch.bfloat16
+    if parsed.reference_dtype == "checkpoint":
+        return own
+    if not size or parsed.reference_device != "cpu":
+        return own if parsed.reference_device != "cpu" else torch.float32
+    available = 0.9 * memory().available
+    if size / itemsize * 4 < available:
+        return torch.float32
+    if size < available:
+        return own
+    raise CommandError(
+        f"transformers needs {human_bytes(size)} of memory for this model, and "
+        f"{human_bytes(available)} can be had: use --batch-only."
+    )
+
+
+def _generate(
+    parsed: argparse.Namespace, layer_ids: Sequence[int], prompts: list[list[int]]
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """States of all prompts in one batch; and, if wanted, of each prompt alone."""
+    from speculators.data_generation.vllm_hidden_states_generator import (
+        VllmHiddenStatesGenerator,
+    )
+
+    generator = VllmHiddenStatesGenerator(
+        parsed.model,
+        layer_ids=list(layer_ids),
+        max_model_len=max(64, max(map(len, prompts)) + 1),
+        tensor_parallel_size=parsed.tensor_parallel_size,
+        gpu_memory_utilization=parsed.gpu_memory_utilization,
+    )
+    try:
+        together = [r["hidden_states"] for r in generator.generate(prompts)]
+        alone = []
+        if parsed.batch_only:
+            alone = [generator.generate([p])[0]["hidden_states"] for p in prompts]
+    finally:
+        # Its memory is wanted for the reference.
+        generator.executor.shutdown()
+    return together, alone
+
+
+def _reference(
+    parsed: argparse.Namespace,
+    layer_ids: Sequence[int],
+    prompts: list[list[int]],
+    dtype: Any,
+    notes: Console,
+) -> list[list[Tensor]]:
+    from ..checks.reference import transformers_states
+
+    states = transformers_states(parsed.model, layer_ids, dtype, parsed.reference_device)
+    found = []
+    with notes.progress(sum(map(len, prompts)), "transformers, tokens") as advance:
+        for prompt in prompts:
+            found.append(states(prompt))
+            advance(len(prompt))
+    return found
+
+
+# -- how it is shown ---------------------------------------------------------------------------
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:.2f} %" if math.isfinite(error) else str(error)
+
+
+def _show(comparison: Comparison, facts: dict[str, Any], console: Console) -> None:
+    console.heading(
+        f"{facts['model']}: {facts['against']}, {facts['prompts']} prompts, "
+        f"{facts['tokens']} tokens"
+    )
+    console.line()
+    if comparison.layers:
+        columns = ["layer", "mean", "median", "worst row", "where"]
+        rows = [
+            [
+                str(layer.layer),
+                _percent(layer.mean),
+                _percent(layer.median),
+                _percent(layer.worst),
+                f"prompt {layer.worst_at[0]}, position {layer.worst_at[1]}",
+            ]
+            for layer in comparison.layers
+        ]
+        console.heading("Relative error of a row, by layer")
+        console.table(columns, rows, right=columns[:-1])
+        console.line()
+        columns = ["positions", *(f"layer {layer.layer}" for layer in comparison.layers)]
+        rows = [
+            [str(first) if first == last else f"{first}-{last}", *map(_percent, errors)]
+            for first, last, errors in comparison.by_position()
+        ]
+        console.heading("Mean error, by position")
+        console.table(columns, rows, right=columns)
+        console.line()
+    for sentence in comparison.wrong[:_SHOWN]:
+        console.line(f"wrong: {sentence}", style="red")
+    if len(comparison.wrong) > _SHOWN:
+        console.line(f"... and {len(comparison.wrong) - _SHOWN} more", style="red")
+    for how, count in comparison.shifts():
+        console.line(f"{count} rows are {how}.", style="red")
+    if comparison.wrong:
+        console.line(f"NOT RIGHT: {len(comparison.wrong)} faults.", style="red")
+    else:
+        console.line("Every row is right.", style="green")
+
+
+def _as_json(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **facts,
+        "right": not comparison.wrong,
+        "by_layer": [
+            {
+                "layer": layer.layer,
+                "mean": layer.mean,
+                "median": layer.median,
+                "worst": layer.worst,
+                "worst_prompt": layer.worst_at[0],
+                "worst_position": layer.worst_at[1],
+            }
+            for layer in comparison.layers
+        ],
+        "by_position": [
+            {"first": first, "last": last, "mean": errors}
+            for first, last, errors in comparison.by_position()
+        ]
+        if comparison.layers
+        else [],
+        "moved": [vars(m) for m in comparison.moved],
+        "wrong": comparison.wrong,
+    }
