@@ -144,19 +144,19 @@ def check_machine(python: str) -> None:
             f"vLLM's CPU build and its pins are for Linux on x86_64; this is "
             f"{sys.platform} on {platform.machine()}."
         )
-    # Debian splits both off its python3 package; ensurepip is the one that is missing.
+    missing = {}
+    # Debian splits ensurepip off its python3, and its small images have no libnuma.
     if not works(python, "import venv, ensurepip"):
-        raise SetUpError(
-            f"{python} can't make virtual environments. On Debian or Ubuntu:\n"
-            "    apt-get install python3-venv"
-        )
+        missing["python3-venv"] = f"{python} can't make virtual environments (no ensurepip)"
     try:
         ctypes.CDLL("libnuma.so.1")
     except OSError:
+        missing["libnuma1"] = "vLLM's CPU build needs the library libnuma.so.1"
+    if missing:
         raise SetUpError(
-            "vLLM's CPU build needs the library libnuma.so.1. On Debian or Ubuntu:\n"
-            "    apt-get install libnuma1"
-        ) from None
+            f"{'; '.join(missing.values())}. On Debian or Ubuntu:\n"
+            f"    apt-get install {' '.join(missing)}"
+        )
 
 
 def check_disk(uv: Path) -> None:
