@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .arena import Arena, Copier
 from .errors import CaptureError
 from .transport.messages import Kind, Message, Segment
 
@@ -27,8 +28,8 @@ class Batch:
         layer_ids: the layers asked for, in the caller's order, duplicates included.
         hidden_size: width of a row.
         dtype: of the rows.
-        first_step: number of its first scheduler step; messages of earlier ones are what an
-            abandoned batch left behind, and are passed over.
+        arena: where results get their memory.
+        copier: copies rows into them.
 
     Results are tensors ``[tokens, hidden_size]`` on the CPU, each with memory of its own.
     """
@@ -39,7 +40,8 @@ class Batch:
         layer_ids: Sequence[int],
         hidden_size: int,
         dtype: torch.dtype,
-        first_step: int = 1,
+        arena: Arena | None = None,
+        copier: Copier | None = None,
     ) -> None:
         self.prompts = prompts
         self.layer_ids = list(layer_ids)
@@ -47,15 +49,18 @@ class Batch:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._index: dict[str, int] = {}
+        arena = arena or Arena()
+        self._copy = copier or Copier()
+        arena.expect(sum(map(len, prompts)) * len(self.layers) * hidden_size * dtype.itemsize)
         self._rows = [
-            {k: torch.empty(len(p), hidden_size, dtype=dtype) for k in self.layers}
-            for p in prompts
+            {k: arena.empty((len(p), hidden_size), dtype) for k in self.layers} for p in prompts
         ]
         self._filled = [dict.fromkeys(self.layers, 0) for _ in prompts]
         self._missing = len(prompts) * len(self.layers)
         self._segments: list[Segment] = []
-        self._first_step = first_step
-        self._step = first_step - 1
+        self._first_step, self._step = 1, 0
+        self._placed = dict.fromkeys(self.layers, 0)  # rows of this step
+        self._finite = dict.fromkeys(self.layers, 0)  # rows of this step known to be finite
         self._done = threading.Event()
         self._error: BaseException | None = None
         self.cancelled = False
@@ -79,6 +84,14 @@ class Batch:
 
     # -- rows --------------------------------------------------------------------------
 
+    def start(self, step: int) -> None:
+        """Its first scheduler step has this number.
+
+        Messages of earlier ones are what an abandoned batch left behind; they are passed
+        over.
+        """
+        self._first_step, self._step = step, step - 1
+
     def receive(self, message: Message, block: Any) -> None:
         """Takes one message.
 
@@ -92,6 +105,7 @@ class Batch:
         if message.step < self._first_step:
             return
         if message.kind == Kind.STEP:
+            self._end()
             self._begin(message)
         elif message.kind == Kind.FAILED:
             raise CaptureError(f"The worker failed while it captured: {message.text}")
@@ -100,11 +114,17 @@ class Batch:
                 f"Rows of scheduler step {message.step} came during step {self._step}."
             )
         elif message.kind == Kind.ROWS:
-            self._place(message, self._tensor(block, message.rows))
+            self._place(message, self._tensor(message, block, self._dtype, self._hidden_size))
         elif message.kind == Kind.NORMS:
-            self._check_norms(message, _plain(block, torch.float32))
+            self._check_norms(message, self._tensor(message, block, torch.float32))
         elif message.kind == Kind.POSITIONS:
-            self._check_positions(message, _plain(block, torch.int64))
+            self._check_positions(message, self._tensor(message, block, torch.int64))
+        elif message.kind == Kind.TOKENS:
+            self._check_tokens(message, self._tensor(message, block, torch.int64))
+        elif message.kind == Kind.END:
+            self._end()
+        else:
+            raise CaptureError(f"The worker sent a message of unknown kind {message.kind}.")
 
     def fail(self, error: BaseException) -> None:
         """No more rows will come; :meth:`wait` raises this."""
@@ -161,7 +181,12 @@ class Batch:
                 f"Scheduler step {message.step} came after step {self._step}."
             )
         self._step = message.step
-        self._segments = message.segments()
+        try:
+            self._segments = message.segments()
+        except (ValueError, TypeError) as error:
+            raise CaptureError(f"The worker sent a step that can't be read: {error}") from error
+        self._placed = dict.fromkeys(self.layers, 0)
+        self._finite = dict.fromkeys(self.layers, 0)
         for segment in self._segments:
             index = self._index.get(segment.request_id)
             if index is None:
@@ -177,21 +202,42 @@ class Batch:
                 )
             for layer in self.layers:
                 filled = self._filled[index][layer]
-                if segment.start == 0 and filled:
+                if segment.start == 0 and 0 < filled < length:
                     # Preempted: vLLM gave its KV blocks away and computes it anew.
-                    if filled == length:
-                        self._missing += 1
                     self._filled[index][layer] = 0
                 elif segment.start != filled:
                     raise CaptureError(
                         f"Sequence {index}, layer {layer}: rows from position "
-                        f"{segment.start} on came where position {filled} was next."
+                        f"{segment.start} on came where {_next(filled, length)}."
                     )
 
+    def _end(self) -> None:
+        """Of a step: all of its rows must have come, of every layer."""
+        count = sum(segment.count for segment in self._segments)
+        for layer, placed in self._placed.items():
+            if placed < count:
+                index, position = self._at(placed)
+                raise CaptureError(
+                    f"Sequence {index}, layer {layer}: the row of position {position} did "
+                    f"not come ({placed} of {count} rows of scheduler step {self._step})."
+                )
+
     def _place(self, message: Message, block: torch.Tensor) -> None:
-        layer = message.layer
-        if layer not in self.layers:
-            raise CaptureError(f"Rows of layer {layer} came, which was not asked for.")
+        layer = self._layer(message)
+        next_row = self._placed[layer]
+        if message.row > next_row:
+            index, position = self._at(next_row)
+            raise CaptureError(
+                f"Sequence {index}, layer {layer}: the row of position {position} did not "
+                f"come, later ones of scheduler step {self._step} did."
+            )
+        if message.row < next_row:
+            index, position = self._at(message.row)
+            raise CaptureError(
+                f"Sequence {index}, layer {layer}: position {position} came where row "
+                f"{next_row} of scheduler step {self._step} was next."
+            )
+        pairs = []
         for segment, first, at, count in self._overlaps(message.row, message.rows):
             index = self._index[segment.request_id]
             position = segment.start + first
@@ -199,38 +245,73 @@ class Batch:
             if filled[layer] != position:
                 raise CaptureError(
                     f"Sequence {index}, layer {layer}: position {position} came where "
-                    f"position {filled[layer]} was next."
+                    f"{_next(filled[layer], len(self.prompts[index]))}."
                 )
-            self._rows[index][layer][position : position + count] = block[at : at + count]
+            if message.row + at + count > self._finite[layer]:
+                raise CaptureError(
+                    f"Sequence {index}, layer {layer}: position {position} came before it "
+                    "was known to be finite."
+                )
+            rows = self._rows[index][layer]
+            pairs.append((rows[position : position + count], block[at : at + count]))
             filled[layer] = position + count
+            self._placed[layer] += count
             if filled[layer] == len(self.prompts[index]):
                 self._missing -= 1
+        self._copy(pairs)
         if self._missing == 0:
             self._done.set()
 
     def _check_norms(self, message: Message, norms: torch.Tensor) -> None:
-        if torch.isfinite(norms).all():
-            return
-        row = message.row + int((~torch.isfinite(norms)).nonzero()[0])
-        segment, first, *_ = next(iter(self._overlaps(row, 1)))
-        raise CaptureError(
-            f"Sequence {self._index[segment.request_id]}, layer {message.layer}, position "
-            f"{segment.start + first}: the state is not finite (NaN or infinity). The "
-            "model computed it so: look at its weights and dtype."
-        )
+        layer = self._layer(message)
+        if message.row != self._finite[layer]:
+            raise CaptureError(
+                f"{self._where(message)}: the norm of row {message.row} of the step came "
+                f"where that of row {self._finite[layer]} was next."
+            )
+        finite = torch.isfinite(norms)
+        if not finite.all():
+            index, position = self._at(message.row + int((~finite).nonzero()[0]))
+            raise CaptureError(
+                f"Sequence {index}, layer {layer}, position {position}: the state is not "
+                "finite (NaN or infinity). The model computed it so: look at its weights "
+                "and dtype."
+            )
+        self._finite[layer] += message.rows
 
     def _check_positions(self, message: Message, positions: torch.Tensor) -> None:
         for segment, first, at, count in self._overlaps(message.row, message.rows):
             start = segment.start + first
-            expected = torch.arange(start, start + count)
-            given = positions[at : at + count]
-            if not torch.equal(given, expected):
-                wrong = int((given != expected).nonzero()[0])
-                raise CaptureError(
-                    f"Sequence {self._index[segment.request_id]}: the model was given "
-                    f"position {int(given[wrong])} for the row of position "
-                    f"{int(expected[wrong])}."
-                )
+            self._compare(
+                "position", segment, start, positions[at : at + count],
+                torch.arange(start, start + count),
+            )  # fmt: skip
+
+    def _check_tokens(self, message: Message, tokens: torch.Tensor) -> None:
+        for segment, first, at, count in self._overlaps(message.row, message.rows):
+            start = segment.start + first
+            prompt = self.prompts[self._index[segment.request_id]]
+            self._compare(
+                "token", segment, start, tokens[at : at + count],
+                torch.tensor(prompt[start : start + count]),
+            )  # fmt: skip
+
+    def _compare(
+        self, what: str, segment: Segment, start: int, given: torch.Tensor, right: torch.Tensor
+    ) -> None:
+        """What the model was given for the rows of a segment from ``start`` on."""
+        if not torch.equal(given, right):
+            wrong = int((given != right).nonzero()[0])
+            raise CaptureError(
+                f"Sequence {self._index[segment.request_id]}, position {start + wrong}: the "
+                f"model was given {what} {int(given[wrong])} for this row, not "
+                f"{int(right[wrong])}."
+            )
+
+    def _at(self, row: int) -> tuple[int, int]:
+        """Sequence and position of a row of the step."""
+        segment, first, *_ = next(iter(self._overlaps(row, 1)))
+        return self._index[segment.request_id], segment.start + first
 
     def _overlaps(self, row: int, rows: int) -> Iterable[tuple[Segment, int, int, int]]:
         """Parts of segments in rows [row, row + rows) of the step.
@@ -251,19 +332,37 @@ class Batch:
                 f"Rows {row} to {row + rows - 1} came in a scheduler step of {begin} rows."
             )
 
-    def _tensor(self, block: Any, rows: int) -> torch.Tensor:
-        tensor = _plain(block, self._dtype)
-        if tensor.numel() != rows * self._hidden_size:
+    def _layer(self, message: Message) -> int:
+        if message.layer not in self._placed:
+            raise CaptureError(f"{self._where(message)}: that layer was not asked for.")
+        return message.layer
+
+    def _tensor(
+        self, message: Message, block: Any, dtype: torch.dtype, width: int | None = None
+    ) -> torch.Tensor:
+        """The payload of a message: [rows], or [rows, width]."""
+        count = message.rows * (width or 1)
+        if not isinstance(block, torch.Tensor):
+            size = 0 if block is None else len(block)
+            if not count or size != count * dtype.itemsize:
+                raise CaptureError(
+                    f"{self._where(message)}: a block of {size} bytes came for {count} "
+                    f"values of {dtype}."
+                )
+            block = torch.frombuffer(block, dtype=dtype)
+        elif block.dtype != dtype or block.numel() != count:
             raise CaptureError(
-                f"A block of {tensor.numel()} values came for {rows} rows of "
-                f"{self._hidden_size}."
+                f"{self._where(message)}: a block of {block.numel()} values of "
+                f"{block.dtype} came for {count} of {dtype}."
             )
-        return tensor.view(rows, self._hidden_size)
+        return block if width is None else block.view(message.rows, width)
+
+    def _where(self, message: Message) -> str:
+        """What a message is about, in words."""
+        index, position = self._at(message.row)
+        layer = f", layer {message.layer}" if message.layer >= 0 else ""
+        return f"Sequence {index}{layer}, position {position}"
 
 
-def _plain(block: Any, dtype: torch.dtype) -> torch.Tensor:
-    if isinstance(block, torch.Tensor):
-        if block.dtype != dtype:
-            raise CaptureError(f"Rows of {block.dtype} came where {dtype} was expected.")
-        return block
-    return torch.frombuffer(block, dtype=dtype)
+def _next(filled: int, length: int) -> str:
+    return "the sequence was complete" if filled == length else f"position {filled} was next"

@@ -1,8 +1,12 @@
 """Drives one vLLM executor and its scheduler through whole batches.
 
-Every call into the executor is made by one thread of its own. The user's thread only waits
-for it, and can be interrupted while it waits: the reply of an interrupted RPC is still
-taken, so that the next call never gets the answer of an earlier one.
+Every call into the executor and the scheduler is made by one thread of its own. The user's
+thread only waits for it, and can be interrupted at any moment: what runs there goes on to
+its end, and whatever is to be cleaned up comes after it. So a scheduler is never left half
+way, and the next call never gets the answer of an earlier one.
+
+A second thread takes the rows out of the ring, as long as the engine lives: a worker that
+has rows to send never waits for a batch that nobody wants any more.
 """
 
 from __future__ import annotations
@@ -11,15 +15,18 @@ import contextlib
 import inspect
 import logging
 import os
+import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from typing import Any, TypeVar
 
+from .arena import Arena, Copier
 from .batch import Batch
-from .errors import CaptureError, EngineDeadError, UnsupportedModelError
-from .transport.messages import Closed
+from .errors import CaptureError, EngineDeadError, UnsupportedModelError, VllmCompatError
+from .transport.messages import Closed, Kind, Message
 from .transport.shared import Offer, Ring, Unavailable
 
 __all__ = ["Engine"]
@@ -31,6 +38,7 @@ T = TypeVar("T")
 _RING_LIMITS = (16 << 20, 512 << 20)
 _CAPTURING_RANK = 0  # all tensor-parallel ranks hold the same rows; the first sends
 _LAST_ROWS = 600.0  # seconds; a GPU may still compute when the last step's reply is here
+_PULSE = 0.25  # seconds between two looks at the workers while one waits for them
 
 
 class Engine:
@@ -45,44 +53,71 @@ class Engine:
         self.vllm_config = vllm_config
         self.scheduler: Any = None
         self.description: dict[str, Any] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-compat-engine")
-        self._ring: Ring | None = None
+        self.arena, self.copier = Arena(), Copier()
+        self._caller = _Caller()
+        self._reader: _Reader | None = None
         self._step = 0
+        self._untold: set[str] = set()
         self._dead: str | None = None
         self._bare_reply = self._two_phase = False
         self._closed = False
+        self._pid = os.getpid()
         self.executor = build()
+        # Kept here: vLLM's executors may drop theirs when they shut down.
+        self._processes = [
+            process
+            for worker in getattr(self.executor, "workers", None) or ()
+            if (process := getattr(worker, "proc", None)) is not None
+        ]
 
     # -- calls into the executor ---------------------------------------------------------
 
-    def rpc(self, method: str, *args: Any, rank: int | None = None, **kwargs: Any) -> Any:
+    def rpc(self, method: Any, *args: Any, rank: int | None = None, **kwargs: Any) -> Any:
         """``collective_rpc``, from the engine's thread.
 
         Args:
-            method: name of a worker's method.
+            method: name of a worker's method, or a function of the worker.
             rank: the only worker whose reply is wanted; None for a list of all.
 
         Raises:
             EngineDeadError: a worker is gone.
+            CaptureError: a worker raised an exception; the message has its text.
         """
         return self.run(self._rpc, method, args, rank, kwargs)
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Runs something in the engine's thread and waits for it."""
         self.check_alive()
-        future: Future[T] = self._thread.submit(function, *args)
+        return self._result(self._caller.submit(function, *args))
+
+    def _result(self, future: futures.Future[T]) -> T:
+        while not future.done():
+            futures.wait([future], timeout=_PULSE)
+            if not future.done():
+                # vLLM waits for workers to end before it gives up a call to them.
+                self.check_alive()
         return future.result()
 
-    def _rpc(self, method: str, args: tuple[Any, ...], rank: int | None, kwargs: Any) -> Any:
+    def _rpc(
+        self,
+        method: Any,
+        args: tuple[Any, ...],
+        rank: int | None,
+        kwargs: Any,
+        timeout: float | None = None,
+    ) -> Any:
         rpc = self.executor.collective_rpc
+        keywords: dict[str, Any] = {"args": args, "kwargs": kwargs}
+        if timeout is not None:
+            keywords["timeout"] = timeout
         try:
             if rank is None:
-                return rpc(method, args=args, kwargs=kwargs)
+                return rpc(method, **keywords)
             if "unique_reply_rank" not in inspect.signature(rpc).parameters:
-                return rpc(method, args=args, kwargs=kwargs)[rank]  # Ray's executor
-            reply = rpc(method, args=args, kwargs=kwargs, unique_reply_rank=rank)
+                return rpc(method, **keywords)[rank]  # Ray's executor
+            reply = rpc(method, unique_reply_rank=rank, **keywords)
             return reply if self._bare_reply else reply[0]
-        except BaseException as error:
+        except Exception as error:
             explained = self._explained(error)
             if explained is error:
                 raise
@@ -107,24 +142,37 @@ class Engine:
             UnsupportedModelError: the workers refuse the model.
         """
         layers = sorted(set(layer_ids))
-        self.description = self.rpc("vllm_compat_setup", layers)[0]
+        replies = self.rpc("vllm_compat_setup", layers)
+        for reply in replies:
+            if "refused" in reply:
+                raise UnsupportedModelError(reply["refused"])
+        self.description = replies[0]
         reason = "transport 'rpc' was asked for"
         if transport != "rpc":
-            try:
-                self._ring = Ring(self._ring_size(len(layers)))
-                reason = self._open(self._ring.offer)
-                self._ring.opened()
-            except (Unavailable, OSError) as error:
-                reason = str(error)
+            reason = self._share(len(layers))
             if not reason:
                 return
-            if self._ring is not None:
-                self._ring.close()
-                self._ring = None
             if transport == "shared":
                 raise CaptureError(f"Workers can't share memory with this process: {reason}.")
         log.info("vllm-compat: rows travel with vLLM's own replies (%s).", reason)
         self._open(None)
+
+    def _share(self, layers: int) -> str:
+        """Opens a ring between the worker and this process; says why not, if it can't."""
+        try:
+            ring = Ring(self._ring_size(layers))
+        except (Unavailable, OSError) as error:
+            return str(error)
+        reason = "the workers could not be asked"
+        try:
+            reason = self._open(ring.offer)
+            ring.opened()
+        finally:
+            if reason:
+                ring.close()
+        if not reason:
+            self._reader = _Reader(ring)
+        return reason
 
     def initialize(self, kv_cache_configs: list[Any]) -> None:
         """Allocates the KV cache; one config for each worker."""
@@ -145,12 +193,6 @@ class Engine:
 
     # -- batches -------------------------------------------------------------------------
 
-    @property
-    def next_step(self) -> int:
-        """Number of the next scheduler step; counts on over all batches, so that what an
-        abandoned batch left behind in the ring can't pass for a row of the next one."""
-        return self._step + 1
-
     def compute(self, batch: Batch, scheduler_output: Any) -> None:
         """Runs all scheduler steps that a batch needs, and waits for its rows.
 
@@ -163,40 +205,24 @@ class Engine:
             EngineDeadError: a worker is gone.
         """
         self.check_alive()
-        stop = threading.Event()
-        reader = None
-        if self._ring is not None:
-            reader = threading.Thread(
-                target=_read,
-                args=(self._ring, batch, stop),
-                name="vllm-compat-reader",
-                daemon=True,
-            )
-            reader.start()
-        future = self._thread.submit(self._compute, batch, scheduler_output)
+        future = self._caller.submit(self._compute, batch, scheduler_output)
         try:
+            while not future.done():
+                futures.wait([future], timeout=_PULSE)
+                batch.wait(0)  # raises what the reader found: no need to wait for the step
+                if not future.done():
+                    self.check_alive()
             future.result()
             self._await_rows(batch)
-        except BaseException as error:
-            batch.cancelled = True
-            batch.fail(error)
-            # The reply of a step that still runs belongs to nobody else; and the reader
-            # must go on reading, or a worker with a full ring would never reply.
-            try:
-                with contextlib.suppress(Exception):
-                    future.result()
-            except BaseException:  # interrupted once more
-                self._dead = self._dead or "a scheduler step was interrupted twice"
-                raise
+        except EngineDeadError:
+            self.check_alive()  # says more, if it was the reader who noticed
             raise
-        finally:
-            stop.set()
-            if reader is not None:
-                reader.join()
+        if self._reader is not None:
+            self._reader.serve(None)
 
     def _await_rows(self, batch: Batch) -> None:
         deadline = time.monotonic() + _LAST_ROWS
-        while not batch.wait(1.0):
+        while not batch.wait(_PULSE):
             self.check_alive()
             if time.monotonic() > deadline:
                 raise CaptureError(
@@ -205,13 +231,20 @@ class Engine:
                 )
 
     def _compute(self, batch: Batch, scheduler_output: Any) -> None:
+        # Steps count on over all batches, so that what an abandoned batch left behind in
+        # the ring can't pass for a row of this one.
+        batch.start(self._step + 1)
+        if self._reader is not None:
+            self._reader.serve(batch)
         pending = set(batch.request_ids)
         while not batch.cancelled:
             if not scheduler_output.total_num_scheduled_tokens:
                 raise CaptureError(_starved(batch, pending, self.vllm_config))
             self._step += 1
-            arguments = (scheduler_output, self._step, self._two_phase)
-            messages = self._rpc("vllm_compat_step", arguments, _CAPTURING_RANK, {})
+            last = self._is_last(scheduler_output, pending)
+            arguments = (scheduler_output, self._step, self._two_phase, last)
+            messages = self._step_rpc(arguments)
+            self._untold -= scheduler_output.finished_req_ids
             for message in messages or ():
                 batch.receive(message, message.payload)
             done = self._prefilled(scheduler_output, pending)
@@ -219,9 +252,67 @@ class Engine:
             pending.difference_update(done)
             if not pending:
                 return
-            if batch.failed:
-                batch.wait()
-            scheduler_output = self.scheduler.schedule()
+            batch.wait(0)
+            scheduler_output = self.schedule()
+
+    def _is_last(self, scheduler_output: Any, pending: set[str]) -> bool:
+        """Whether this scheduler step ends the prefill of all that are pending."""
+        return pending.issubset(self._prefilled(scheduler_output, pending))
+
+    def _step_rpc(self, arguments: tuple[Any, ...]) -> Any:
+        """The RPC of a scheduler step.
+
+        vLLM waits for a reply by spinning, which takes Python's lock from the thread that
+        reads rows (1 GB/s in place of 10 on an H200). So the reply is only asked for when
+        the worker has said, through the ring, that it is there.
+        """
+        rpc, patience = self.executor.collective_rpc, self._patience()
+        names = inspect.signature(rpc).parameters
+        if self._reader is None or not self._bare_reply or "unique_reply_rank" not in names:
+            return self._rpc("vllm_compat_step", arguments, _CAPTURING_RANK, {}, patience)
+        try:
+            future = rpc(
+                "vllm_compat_step",
+                timeout=patience,
+                args=arguments,
+                unique_reply_rank=_CAPTURING_RANK,
+                non_block=True,
+            )
+            deadline = time.monotonic() + (patience or float("inf"))
+            while not self._reader.replied(arguments[1], _PULSE):
+                if self._gone() or time.monotonic() > deadline:
+                    break  # the reply says why
+            return future.result()
+        except Exception as error:
+            explained = self._explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+    def schedule(self) -> Any:
+        """The scheduler's next step; to be called in the engine's thread only.
+
+        vLLM says once which requests have finished. The generator drops some of its steps
+        (the last of a batch, which is empty, and that of an interrupted call), and with
+        them this news: the workers would keep those requests for ever.
+        """
+        output = self.scheduler.schedule()
+        self._untold |= output.finished_req_ids
+        output.finished_req_ids = set(self._untold)
+        return output
+
+    def _patience(self) -> float | None:
+        """How long a worker may take for a step, in seconds.
+
+        If one of several fails, the others wait for it in the middle of a layer, and so
+        does the one whose reply is wanted. A single worker can't be waiting for another.
+        """
+        if self.vllm_config.parallel_config.world_size == 1:
+            return None
+        from vllm import envs
+
+        timeout = getattr(envs, "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", None)
+        return None if timeout is None else float(timeout)
 
     def _prefilled(self, scheduler_output: Any, pending: set[str]) -> list[str]:
         requests = self.scheduler.requests
@@ -240,53 +331,69 @@ class Engine:
             self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def abandon(self, batch: Batch) -> None:
-        """Takes a failed batch's requests out of the scheduler; waits for a running step."""
+        """Takes a failed batch's requests out of the scheduler, after the running step.
+
+        Doesn't wait: the next call queues behind it.
+        """
         batch.cancelled = True
-        if self.dead:
-            return
-        with contextlib.suppress(Exception):
-            self.run(self._finish, [r for r in batch.request_ids if r in self.scheduler.requests])
+        if self._dead is None:
+            self._caller.submit(self._remove, batch)
+
+    def _remove(self, batch: Batch) -> None:
+        if self._reader is not None:
+            self._reader.serve(None)
+        try:
+            self._finish([r for r in batch.request_ids if r in self.scheduler.requests])
+        except Exception as error:
+            self._dead = f"its scheduler could not be cleaned up after an error: {error!r}"
 
     # -- life and death ------------------------------------------------------------------
 
-    @property
-    def dead(self) -> str | None:
-        """Why it can't be used any more, or None."""
-        return self._dead
-
     def check_alive(self) -> None:
-        """Raises EngineDeadError if a worker is gone."""
-        if self._dead is None and not self._closed and (gone := self._gone()):
-            self._dead = gone
+        """Raises EngineDeadError if a worker is gone, or this process is another one."""
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                f"This generator belongs to process {self._pid}, of which this one is a fork. "
+                "Make one of its own here."
+            )
+        if self._dead is None:
+            self._dead = self._gone()
         if self._dead is not None:
             raise EngineDeadError(
                 f"This generator is dead: {self._dead}. Make a new one to go on."
             )
 
     def _gone(self) -> str | None:
-        for worker in getattr(self.executor, "workers", None) or ():
-            process = getattr(worker, "proc", None)
-            if process is not None and not process.is_alive():
+        silent = self._reader is not None and not self._reader.is_alive()
+        for process in self._processes:
+            if silent:
+                process.join(timeout=1.0)  # its pipe breaks before it ends
+            if not process.is_alive():
                 code = process.exitcode
                 how = f"signal {-code}" if code is not None and code < 0 else f"exit {code}"
                 return f"worker {process.name} (pid {process.pid}) ended with {how}"
         if getattr(self.executor, "is_failed", False):
             return "vLLM's executor reports that it failed"
+        if silent:
+            return "the worker that sends the rows has closed its end"
         return None
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explained(self, error: Exception) -> Exception:
         """What an error of the executor means."""
-        if not isinstance(error, Exception):
+        if isinstance(error, VllmCompatError):
             return error
-        _settle(self.executor)
-        gone = self._gone()
-        if gone:
-            self._dead = gone
-            return EngineDeadError(f"{gone}; last error: {error}")
-        text = str(error)
-        if "vllm-compat" in text or "its states would be a guess" in text:
-            return UnsupportedModelError(text)
-        return CaptureError(f"vLLM failed: {text}")
+        for process in self._processes:
+            process.join(timeout=0.2)  # it may be ending
+        if isinstance(error, TimeoutError) and self._gone() is None:
+            self._dead = (
+                "a worker gave no answer within VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS; what the "
+                "workers printed above may say why"
+            )
+        try:
+            self.check_alive()
+        except EngineDeadError as dead:
+            return dead
+        return CaptureError(f"vLLM failed: {error or type(error).__name__}")
 
     def close(self) -> None:
         """Ends the workers. Safe to call twice."""
@@ -294,39 +401,128 @@ class Engine:
             return
         self._closed = True
         self._dead = self._dead or "it was shut down"
-        with contextlib.suppress(Exception):
-            self.executor.shutdown()
-        self._thread.shutdown(wait=False)
-        if self._ring is not None:
+        if os.getpid() != self._pid:
+            return  # they are another process's
+        try:
+            with contextlib.suppress(Exception):
+                self.executor.shutdown()
+        finally:
+            self._caller.stop()
+            self.arena.close()
+            self.copier.close()
+            if self._reader is not None:
+                self._reader.stop()
+            # vLLM's finalizer holds the executor itself, which so is never freed.
+            finalizer = getattr(self.executor, "_finalizer", None)
+            if finalizer is not None:
+                finalizer.detach()
+
+
+class _Caller:
+    """A thread that runs one function after the other.
+
+    Not a ThreadPoolExecutor: Python waits for those at exit, and a call into a worker that
+    hangs would keep it from ending.
+    """
+
+    def __init__(self) -> None:
+        self._todo: queue.SimpleQueue[tuple[futures.Future[Any], Any, Any] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[..., T], *args: Any) -> futures.Future[T]:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_work, args=(self._todo,), name="vllm-compat-engine", daemon=True
+            )
+            self._thread.start()
+        future: futures.Future[T] = futures.Future()
+        self._todo.put((future, function, args))
+        return future
+
+    def stop(self) -> None:
+        """Ends the thread after what it has been given."""
+        self._todo.put(None)
+
+
+def _work(todo: queue.SimpleQueue[Any]) -> None:
+    while (item := todo.get()) is not None:
+        future, function, args = item
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        del item, future, function, args  # or the last batch would live until the next
+
+
+class _Reader:
+    """A thread that takes rows out of the ring and hands them to the batch at hand."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._batch: Batch | None = None
+        self._replied = 0
+        self._reply = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(
+            target=self._run, name="vllm-compat-reader", daemon=True
+        )
+        self._thread.start()
+
+    def serve(self, batch: Batch | None) -> None:
+        """From now on messages are for this batch; without one they are dropped."""
+        self._batch = batch
+
+    def replied(self, step: int, timeout: float) -> bool:
+        """Waits until the worker has replied to the RPC of that scheduler step."""
+        with self._reply:
+            return self._reply.wait_for(lambda: self._replied >= step, timeout)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ends the thread and gives the ring back."""
+        self._stopped = True
+        if sys.is_finalizing():
+            return  # no other thread runs any more, and the kernel takes all of it
+        self._thread.join(timeout=5)
+        if not self._thread.is_alive():
             self._ring.close()
-            self._ring = None
 
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                for message in self._ring.channel.read(timeout=1.0):
+                    self._take(message)
+        except Closed:
+            self._fail(EngineDeadError("The worker that sends the rows has gone."))
+        except BaseException as error:
+            self._fail(CaptureError(f"The rows can't be read any more: {error!r}"))
 
-def _read(ring: Ring, batch: Batch, stop: threading.Event) -> None:
-    """Takes rows out of the ring until the batch has all of them, or ``stop`` is set."""
-    try:
-        while not (batch.complete or stop.is_set()):
-            for message in ring.channel.read(timeout=0.2):
-                try:
-                    if not batch.failed:
-                        batch.receive(message, ring.block(message) if message.nbytes else None)
-                except Exception as error:
-                    batch.fail(error)
-                finally:
-                    if message.nbytes:
-                        ring.credit()
-    except Closed:
-        batch.fail(EngineDeadError("The worker that sends the rows has gone."))
-    except BaseException as error:
-        batch.fail(error)
+    def _take(self, message: Message) -> None:
+        if message.kind == Kind.REPLIED:
+            with self._reply:
+                self._replied = message.step
+                self._reply.notify_all()
+            return
+        batch = self._batch
+        try:
+            if batch is not None and not batch.failed:
+                batch.receive(message, self._ring.block(message) if message.nbytes else None)
+        except VllmCompatError as error:
+            self._fail(error)
+        except Exception as error:
+            self._fail(CaptureError(f"The worker sent what can't be right: {error}"))
+        finally:
+            if message.nbytes:
+                self._ring.credit()
 
-
-def _settle(executor: Any) -> None:
-    """Gives a dying worker a moment to be seen as dead: its pipe breaks before it ends."""
-    for worker in getattr(executor, "workers", None) or ():
-        process = getattr(worker, "proc", None)
-        if process is not None:
-            process.join(timeout=0.2)
+    def _fail(self, error: BaseException) -> None:
+        batch = self._batch
+        if batch is not None:
+            batch.fail(error)
 
 
 def _starved(batch: Batch, pending: set[str], vllm_config: Any) -> str:

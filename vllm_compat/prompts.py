@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
+from collections.abc import Mapping, Set
 from typing import Any
 
 from .errors import InvalidInputError
@@ -31,7 +33,8 @@ def check_prompts(token_ids: Any, vocabulary: int, max_len: int) -> list[list[in
         ids = _listed(sequence, f"sequence {index}")
         if not ids:
             raise InvalidInputError(f"Sequence {index} is empty.")
-        ids = [_token(t, index, position) for position, t in enumerate(ids)]
+        if set(map(type, ids)) != {int}:  # the usual case isn't looked at one by one
+            ids = [_token(t, index, position) for position, t in enumerate(ids)]
         if min(ids) < 0 or max(ids) >= vocabulary:
             position = next(p for p, t in enumerate(ids) if not 0 <= t < vocabulary)
             raise InvalidInputError(
@@ -56,13 +59,17 @@ def check_layer_ids(layer_ids: Any) -> list[int] | None:
         raise InvalidInputError("layer_ids is empty: name at least one layer.")
     for value in ids:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise InvalidInputError(f"layer_ids: {value!r} is not an integer.")
+            raise InvalidInputError(f"layer_ids: {reprlib.repr(value)} is not an integer.")
     return [int(value) for value in ids]
 
 
 def _listed(value: Any, what: str) -> list[Any]:
     if isinstance(value, (str, bytes)):
         raise InvalidInputError(f"{what} is text; token ids are wanted.")
+    if isinstance(value, (Set, Mapping)):
+        order = ", which has no order" if isinstance(value, Set) else ""
+        kind = f"{type(value).__name__}{order}"
+        raise InvalidInputError(f"{what} is a {kind}; a sequence of token ids is wanted.")
     if hasattr(value, "tolist"):  # tensors and arrays: Python ints in one go
         value = value.tolist()
     try:
@@ -81,7 +88,8 @@ def _token(value: Any, index: int, position: int) -> int:
         item = value.item() if getattr(value, "ndim", None) == 0 else value
         if isinstance(item, bool) or not isinstance(item, numbers.Integral):
             raise InvalidInputError(
-                f"Sequence {index}, position {position}: {value!r} is not an integer."
+                f"Sequence {index}, position {position}: {reprlib.repr(value)} is not an "
+                "integer."
             )
         value = item
     return int(value)

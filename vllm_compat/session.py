@@ -12,6 +12,7 @@ import contextvars
 import inspect
 import logging
 import multiprocessing
+import numbers
 import sys
 import threading
 import weakref
@@ -42,6 +43,12 @@ _CURRENT: contextvars.ContextVar[Session | None] = contextvars.ContextVar(
 )
 _ATTRIBUTE = "_vllm_compat_session"
 _LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
+# Starting workers changes the environment of this process for a while: one at a time.
+_BUILDING = threading.RLock()
+_REVERTED = (
+    "This generator was made with vllm-compat's patches on, and they have been reverted "
+    "since. Make it anew, or keep them on."
+)
 
 
 class Session:
@@ -79,6 +86,18 @@ class Session:
         if self.engine is None:
             raise VllmCompatError("The generator uses its executor before it has made it.")
         return self.engine
+
+    @property
+    def running_batch(self) -> Batch:
+        """The batch of the call of ``generate`` that is running.
+
+        Raises:
+            EngineDeadError: there is none: ``generate`` is no longer the one that was
+                wrapped.
+        """
+        if self.batch is None:
+            raise EngineDeadError(_REVERTED)
+        return self.batch
 
     def close(self) -> None:
         """Ends the workers."""
@@ -139,7 +158,7 @@ def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
         session = Session()
         token = _CURRENT.set(session)
         try:
-            with process_settings_kept():
+            with _BUILDING, process_settings_kept():
                 original(*bound.args, **bound.kwargs)
         except BaseException as error:
             session.close()
@@ -156,7 +175,7 @@ def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _check_lengths(arguments: dict[str, Any]) -> None:
     length = arguments.get("max_model_len")
-    if length is not None and (not isinstance(length, int) or length < 2):
+    if length is not None and (not isinstance(length, numbers.Integral) or length < 2):
         raise InvalidInputError(
             f"max_model_len={length!r}: at least 2 tokens are needed, one of the prompt and "
             "one that vLLM reserves for the output."
@@ -207,10 +226,7 @@ def guarded_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             result: list[dict[str, Any]] = original(self, token_ids)
             return result
         if not is_active():
-            raise EngineDeadError(
-                "This generator was made with vllm-compat's patches on, and they have been "
-                "reverted since. Make it anew, or keep them on."
-            )
+            raise EngineDeadError(_REVERTED)
         engine = session.running_engine
         engine.check_alive()
         model_config = session.vllm_config.model_config
@@ -240,11 +256,12 @@ def _generate(
         session.layer_ids,
         int(engine.description["hidden_size"]),
         getattr(torch, engine.description["dtype"].rpartition(".")[2]),
-        engine.next_step,
+        engine.arena,
+        engine.copier,
     )
-    session.batch = batch
     token = _CURRENT.set(session)
     try:
+        session.batch = batch
         results: list[dict[str, Any]] = original(generator, prompts)
         _check_results(results, batch)
         return results

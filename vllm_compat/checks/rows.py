@@ -20,6 +20,9 @@ __all__ = ["Comparison", "LayerErrors", "Limits", "Moved", "compare", "compare_r
 _CHUNK = 1024  # rows whose distances to all others are held in memory at a time
 _ALL_ROWS = 4096  # up to so many rows each one is held against all others
 _SUSPECT = 0.02  # beyond that, only rows with a larger error; a moved row has one
+_FAR = 1 << 40  # more than any position
+_AS_NEAR = 1.05  # distances within that factor are the same one, computed twice
+_EXACT = 1e-6  # relative error of a distance that comes from a product of matrices
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ def compare_rows(
     """
     own = torch.arange(len(got))
     errors = relative_errors(got, want)
-    nearest, ratios = _nearest_others(got, want, own)
+    nearest, ratios = _nearest_others(got, want, own, own, torch.zeros_like(own))
     return errors, nearest, ratios
 
 
@@ -206,9 +209,20 @@ def relative_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest_others(
-    got: torch.Tensor, want: torch.Tensor, own: torch.Tensor
+    got: torch.Tensor,
+    want: torch.Tensor,
+    own: torch.Tensor,
+    positions: torch.Tensor,
+    prompts: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each row of ``got``, [m, hidden], the nearest row of ``want`` that isn't ``own``.
+
+    Prompts with a beginning in common have the same rows there. Of rows that are as near as
+    one another the one of the same prompt is taken, and of those the one least far away.
+
+    Args:
+        positions: of each row of ``want`` in its prompt.
+        prompts: index of the prompt of each row of ``want``.
 
     Returns:
         Its index, and how many times nearer it is than the own one; each [m].
@@ -225,7 +239,11 @@ def _nearest_others(
         distances = torch.cdist(rows, reference, compute_mode="use_mm_for_euclid_dist")
         to_own = (rows - reference[mine]).norm(dim=1)
         distances[torch.arange(len(rows)), mine] = math.inf
-        least, nearest[part] = distances.min(dim=1)
+        least = distances.min(dim=1).values
+        away = (positions[None, :] - positions[mine][:, None]).abs()
+        away += _FAR * (prompts[None, :] != prompts[mine][:, None])
+        away[distances > (_AS_NEAR * least + _EXACT * rows.norm(dim=1))[:, None]] = 2 * _FAR
+        nearest[part] = away.argmin(dim=1)
         # Equal tokens at the start of equal texts can have the very same row: 0 / 0 is no
         # fault.
         ratios[part] = (to_own / least).nan_to_num(nan=0.0, posinf=math.inf)
@@ -253,7 +271,11 @@ def _compare_layer(
         candidates = (errors > _SUSPECT).nonzero().flatten()
     # Rows that aren't finite have no distance to anything.
     candidates = candidates[torch.isfinite(errors[candidates])]
-    nearest, ratios = _nearest_others(mine[candidates], right, candidates)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    prompts = torch.repeat_interleave(torch.tensor(lengths))
+    nearest, ratios = _nearest_others(
+        mine[candidates], right, candidates, positions, prompts
+    )
     elsewhere = ratios > limits.nearer
     pairs = list(
         zip(candidates[elsewhere].tolist(), nearest[elsewhere].tolist(), strict=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Channel", "Closed", "Kind", "Message", "Segment"]
+__all__ = ["Channel", "Closed", "Kind", "Message", "Segment", "readable"]
 
 
 class Kind:
@@ -27,6 +27,8 @@ class Kind:
     POSITIONS = 4  # int64: the positions that the model was given
     FAILED = 5  # text: what went wrong in the worker
     END = 6  # everything of this step has been sent
+    TOKENS = 7  # int64: the token ids that the model was given
+    REPLIED = 8  # the reply to the step's RPC is on its way; its rows may still be coming
 
 
 _HEADER = struct.Struct("<BiIIIQQI")  # kind, layer, step, row, rows, offset, nbytes, text
@@ -53,7 +55,7 @@ class Message:
 
     Attributes:
         kind: of :class:`Kind`.
-        step: number of the scheduler step since the capture was reset.
+        step: number of the scheduler step; counts on over all batches of a generator.
         layer: decoder layer (ROWS, NORMS).
         row: first row of the block within the step.
         rows: number of rows.
@@ -98,6 +100,14 @@ class Closed(Exception):
     """The other end of the pipe is gone."""
 
 
+def readable(fd: int, timeout: float) -> bool:
+    """Whether a read would not block, after waiting for at most ``timeout`` seconds."""
+    # Not select(): it refuses descriptors above 1023, which a large process has.
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
 class Channel:
     """Reads messages from a pipe.
 
@@ -115,7 +125,7 @@ class Channel:
         Raises:
             Closed: the writer has gone.
         """
-        if select.select([self._fd], [], [], timeout)[0]:
+        if readable(self._fd, timeout):
             chunk = os.read(self._fd, 1 << 16)
             if not chunk:
                 raise Closed

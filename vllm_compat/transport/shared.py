@@ -18,12 +18,11 @@ import contextlib
 import mmap
 import os
 import secrets
-import select
 import sys
 from collections import deque
 from dataclasses import dataclass
 
-from .messages import Channel, Closed, Message
+from .messages import Channel, Closed, Message, readable
 
 __all__ = ["Offer", "Ring", "Unavailable", "Writer"]
 
@@ -46,8 +45,8 @@ class Offer:
         messages: of the pipe that the worker writes to.
         credits: of the pipe that the worker reads from.
         size: bytes of the ring.
-        token: the first bytes of the memory; a worker on another machine, where the same
-            pid and descriptor may be somebody else's file, notices by them.
+        token: the first bytes of the memory, random; a worker on another machine, where the
+            same pid and descriptor are somebody else's file, notices by them.
     """
 
     pid: int
@@ -72,11 +71,11 @@ class Ring:
     def __init__(self, size: int) -> None:
         if not sys.platform.startswith("linux"):
             raise Unavailable("shared memory without a name needs Linux")
-        self.size = size
+        self.size = -(-size // _ALIGN) * _ALIGN
         self._token = secrets.token_bytes(_TOKEN)
         self._fd = os.memfd_create("vllm-compat", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, size + _ALIGN)
-        self.memory = _mapped(self._fd, size)
+        os.ftruncate(self._fd, self.size + _ALIGN)
+        self.memory = _mapped(self._fd, self.size)
         self.memory[:_TOKEN] = self._token
         read, self._messages_write = os.pipe()
         self.channel = Channel(read)
@@ -106,7 +105,9 @@ class Ring:
             ValueError: it lies outside of the ring.
         """
         if message.offset + message.nbytes > self.size:
-            raise ValueError(f"a block at {message.offset}+{message.nbytes} of {self.size} bytes")
+            raise ValueError(
+                f"a block at {message.offset}+{message.nbytes} of {self.size} bytes"
+            )
         start = _ALIGN + message.offset
         return memoryview(self.memory)[start : start + message.nbytes]
 
@@ -142,31 +143,43 @@ class Writer:
     """
 
     def __init__(self, offer: Offer) -> None:
-        base = f"/proc/{offer.pid}/fd"
         self.size = offer.size
+        memory = self._open(offer, offer.memory, os.O_RDWR)
         try:
-            fd = os.open(f"{base}/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise Unavailable(f"{base} can't be opened: {error.strerror}") from error
-        try:
-            if os.fstat(fd).st_size != offer.size + _ALIGN:
+            # Another process may have the same pid on this machine, if the driver is on
+            # another one, and something else under the same descriptor.
+            if os.fstat(memory).st_size != offer.size + _ALIGN:
                 raise Unavailable("the driver is on another machine")
-            self.memory = _mapped(fd, offer.size)
+            self.memory = _mapped(memory, offer.size)
         finally:
-            os.close(fd)
+            os.close(memory)
         if self.memory[:_TOKEN].hex() != offer.token:
+            self.memory.close()
             raise Unavailable("the driver is on another machine")
-        self._messages = os.open(f"{base}/{offer.messages}", os.O_WRONLY | os.O_CLOEXEC)
-        self._credits = os.open(f"{base}/{offer.credits}", os.O_RDONLY | os.O_CLOEXEC)
+        self._messages = self._open(offer, offer.messages, os.O_WRONLY)
+        self._credits = self._open(offer, offer.credits, os.O_RDONLY)
         self._head = 0  # where the next block goes
         self._used = 0  # bytes from the oldest block in flight to the head
         self._taken: deque[int] = deque()  # what each block takes, gaps included
 
-    def reserve(self, nbytes: int) -> int:
-        """Finds room for a block; waits until the driver has read older ones.
+    @staticmethod
+    def _open(offer: Offer, fd: int, flags: int) -> int:
+        path = f"/proc/{offer.pid}/fd/{fd}"
+        try:
+            return os.open(path, flags | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"{path} can't be opened: {error.strerror}") from error
+
+    def reserve(self, nbytes: int, wait: bool = True) -> int | None:
+        """Finds room for a block.
+
+        Args:
+            nbytes: its length.
+            wait: until the driver has read older ones, if need be.
 
         Returns:
-            Its offset in the ring, aligned to 64 bytes.
+            Its offset in the ring, aligned to 64 bytes. None if there is no room and
+            ``wait`` is False.
 
         Raises:
             ValueError: the block is larger than the ring.
@@ -175,20 +188,24 @@ class Writer:
         length = -(-nbytes // _ALIGN) * _ALIGN
         if length > self.size:
             raise ValueError(f"a block of {nbytes} bytes in a ring of {self.size}")
+        self._collect(wait=False)
+        if not self._used:
+            self._head = 0
         gap = self.size - self._head if self._head + length > self.size else 0
         while self._used + gap + length > self.size:
+            if not wait:
+                return None
             self._collect(wait=True)
             if not self._used:
                 self._head, gap = 0, 0
-        self._collect(wait=False)
         offset = 0 if gap else self._head
-        self._head = offset + length
+        self._head = (offset + length) % self.size  # ends exactly at the end: begin anew
         self._used += gap + length
         self._taken.append(gap + length)
         return offset
 
     def _collect(self, wait: bool) -> None:
-        while wait or select.select([self._credits], [], [], 0)[0]:
+        while wait or readable(self._credits, 0):
             data = os.read(self._credits, 1 << 12)
             if not data:
                 raise Closed

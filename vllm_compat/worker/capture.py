@@ -1,7 +1,8 @@
-"""Takes the residual stream after chosen decoder layers, with the model's forward left alone."""
+"""Takes the residual stream after chosen decoder layers; the model's forward is left alone."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Capture:
             first layer is entered, because only then is the runner's batch final.
         sends: whether this rank sends; the others (all tensor-parallel ranks hold the same
             rows) hook nothing.
+        model: what the runner calls; its ``input_ids`` are compared with the prompts.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Capture:
         layer_ids: list[int],
         batch: Any,
         sends: bool,
+        model: nn.Module,
     ) -> None:
         self.decoder = decoder
         self.convention = convention
@@ -47,8 +50,11 @@ class Capture:
         self._active = False
         self._entered = False
         self._count = 0
+        self._input_ids: torch.Tensor | None = None
         self._handles: list[Any] = []
         if sends:
+            self._signature = inspect.signature(model.forward)
+            self._handles.append(model.register_forward_pre_hook(self._note, with_kwargs=True))
             first = decoder.layers[0]
             self._handles.append(first.register_forward_pre_hook(self._enter, with_kwargs=True))
             for index in layer_ids:
@@ -58,10 +64,12 @@ class Capture:
     def begin(self, step: int) -> None:
         """The next forward is the one of this scheduler step."""
         self._step, self._active, self._entered = step, True, False
+        self._input_ids = None
 
     def end(self) -> None:
         """The step is over; whatever runs now isn't captured."""
         self._active = False
+        self._input_ids = None
 
     @property
     def entered(self) -> bool:
@@ -76,6 +84,12 @@ class Capture:
 
     # -- hooks -------------------------------------------------------------------------
 
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._active:
+            # None where a runner has embedded the tokens itself (multimodal models).
+            given = self._signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
+            self._input_ids = given if isinstance(given, torch.Tensor) else None
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._active or self.outbox is None:
             return
@@ -87,7 +101,10 @@ class Capture:
         if positions is not None:
             # Models with mrope get one row of positions for each axis; on text they agree.
             flat = positions.reshape(-1, positions.shape[-1])[0][: self._count]
-            self.outbox.put(Kind.POSITIONS, self._step, -1, flat.to(torch.int64).clone())
+            self.outbox.put(Kind.POSITIONS, self._step, -1, flat.to(torch.int64, copy=True))
+        if self._input_ids is not None:
+            given = self._input_ids.reshape(-1)[: self._count]
+            self.outbox.put(Kind.TOKENS, self._step, -1, given.to(torch.int64, copy=True))
 
     def _taker(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -6,13 +6,17 @@ that has a name in common with the worker, so every one begins with ``vllm_compa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
+import threading
 from typing import Any
 
 import torch
 
-from ..transport.messages import Message, Segment
+from ..errors import UnsupportedModelError
+from ..transport.messages import Closed, Message, Segment
 from ..transport.shared import Offer, Unavailable, Writer
 from .capture import Capture
 from .model import establish_convention, find_decoder
@@ -42,27 +46,39 @@ class CaptureExtension:
             layer_ids: decoder layers, ascending, each once.
 
         Returns:
-            What was found, for the log and for ``status()``.
-
-        Raises:
-            UnsupportedModelError: the model's states can't be captured with certainty.
+            What was found, for the log and for ``status()``; or ``refused`` and why, if the
+            model's states can't be captured with certainty.
         """
+        try:
+            return self._vllm_compat_setup(layer_ids)
+        except UnsupportedModelError as error:
+            return {"refused": str(error)}
+
+    def _vllm_compat_setup(self, layer_ids: list[int]) -> dict[str, Any]:
         runner = self.model_runner
         model = runner.get_model() if hasattr(runner, "get_model") else runner.model
         text_config = self.vllm_config.model_config.hf_text_config
         parallel = self.vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             # Each stage holds some of the layers; the generator has no such argument.
-            raise NotImplementedError("vllm-compat does not capture across pipeline stages.")
+            raise UnsupportedModelError(
+                "vllm-compat does not capture across pipeline stages."
+            )
         decoder = find_decoder(model, text_config)
         with torch.inference_mode():
             convention, dtype = establish_convention(decoder, lambda: _trial(self, model))
         batch = _batch_order(runner)
         state = _State(type(model).__name__, decoder.path, str(dtype), batch)
         state.capture = Capture(
-            decoder, convention, layer_ids, state.segments, sends=_tensor_rank(self) == 0
+            decoder,
+            convention,
+            layer_ids,
+            state.segments,
+            sends=_tensor_rank(self) == 0,
+            model=model,
         )
         self._vllm_compat = state
+        _leave_interrupts_to_the_driver(parallel)
         log.info(
             "vllm-compat: worker %d captures layers %s of %s (%s, %s).",
             self.rank, layer_ids, state.model, decoder.path, convention,
@@ -90,7 +106,7 @@ class CaptureExtension:
         return None
 
     def vllm_compat_step(
-        self, scheduler_output: Any, step: int, two_phase: bool
+        self, scheduler_output: Any, step: int, two_phase: bool, last: bool
     ) -> list[Message] | None:
         """One scheduler step: vLLM's own ``execute_model``, with capture.
 
@@ -100,6 +116,7 @@ class CaptureExtension:
             two_phase: end the step here, in place of ``sample_tokens``: vLLM 0.11.1 and
                 later return None from ``execute_model`` and keep the batch until then. No
                 token is wanted, so the sampler doesn't run.
+            last: no step of this batch follows.
 
         Returns:
             From the rank that sends: the messages that no ring carried.
@@ -108,19 +125,27 @@ class CaptureExtension:
         capture = state.capture
         assert capture is not None
         state.scheduler_output = scheduler_output
-        state.wait_for_inputs()
-        capture.begin(step)
         try:
-            self.execute_model(scheduler_output)  # type: ignore[attr-defined]
+            state.wait_for_inputs()
+            capture.begin(step)
+            try:
+                self.execute_model(scheduler_output)  # type: ignore[attr-defined]
+            finally:
+                capture.end()
+                if two_phase:
+                    _settle(self.model_runner)
+            if capture.outbox is None:
+                return None
+            if not capture.entered:
+                raise RuntimeError("the model's forward was not run in this step")
+            return capture.outbox.end(step, last)
+        except Exception as error:
+            # vLLM sends the text alone, which for some (MemoryError) is empty.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
-            capture.end()
-            if two_phase:
-                _settle(self.model_runner)
-        if capture.outbox is None:
-            return None
-        if not capture.entered:
-            raise RuntimeError("vllm-compat: the model's forward was not run in this step.")
-        return capture.outbox.end(step)
+            if capture.outbox is not None:
+                with contextlib.suppress(Closed):
+                    capture.outbox.replied(step)
 
     def vllm_compat_close(self) -> None:
         """Takes the hooks off and gives the memory back."""
@@ -202,9 +227,13 @@ class _State:
         vLLM guards the same thing with an event when it schedules asynchronously
         (gpu_model_runner.synchronize_input_prep, 0.16.0).
         """
-        if self._inputs_read is not None:
-            self._inputs_read.synchronize()
-            self._inputs_read = None
+        event, self._inputs_read = self._inputs_read, None
+        if event is None:
+            return
+        if self.capture is not None and self.capture.outbox is not None:
+            self.capture.outbox.wait_for(event)
+        else:
+            event.synchronize()
 
 
 def _batch_order(runner: Any) -> Any:
@@ -217,7 +246,7 @@ def _batch_order(runner: Any) -> Any:
     if hasattr(runner, "input_batch"):
         return lambda: list(runner.input_batch.req_ids)
     if not hasattr(runner, "prepare_inputs"):
-        raise NotImplementedError(
+        raise UnsupportedModelError(
             f"vllm-compat does not know the batch of {type(runner).__module__}."
         )
     seen: dict[str, Any] = {}
@@ -245,6 +274,16 @@ def _settle(runner: Any) -> None:
         runner.execute_model_state = None
         if hasattr(runner, "kv_connector_output"):
             runner.kv_connector_output = None
+
+
+def _leave_interrupts_to_the_driver(parallel: Any) -> None:
+    """A Ctrl-C on a terminal reaches every process of the group; vLLM's workers end by it.
+
+    The user's process decides: it drops the batch, or ends, and its workers with it.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if main and parallel.distributed_executor_backend == "mp":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _tensor_rank(worker: Any) -> int:

@@ -27,7 +27,7 @@ from ..errors import UnsupportedModelError
 __all__ = ["Convention", "Decoder", "establish_convention", "find_decoder"]
 
 Convention = Literal["hidden", "hidden+residual"]
-"""``hidden``: the first element is the stream. ``hidden+residual``: the sum of the first two."""
+"""``hidden``: the first element is the stream. ``hidden+residual``: the sum of two."""
 
 _LIST_NAMES = ("layers", "h", "blocks", "block")
 _OTHER_TOWERS = ("vision", "visual", "audio", "speech", "image", "encoder", "mtp", "draft")
@@ -159,7 +159,8 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
 
     Raises:
         UnsupportedModelError: layers run more than once or out of order, return something
-            of another shape, or nothing that they return is what the final norm is given.
+            of another shape or not finite, or nothing that they return is what the final
+            norm is given.
     """
     name = type(decoder.base).__name__
     trace = _trace(decoder, forward)
@@ -175,6 +176,12 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
             f"{name}: its decoder layers don't all return one residual stream of "
             f"{decoder.hidden_size} columns (shapes: {sorted(s for s, _ in shapes)})."
         )
+    for index in trace.order:
+        if not all(torch.isfinite(t).all() for t in trace.outputs[index] if t is not None):
+            raise UnsupportedModelError(
+                f"{name}: what decoder layer {index} returns is not finite (NaN or infinity): "
+                "look at its weights and dtype."
+            )
     hidden, residual = trace.outputs[last]
     truth, source = _stream_after(trace, name)
     truth = truth.reshape(hidden.shape)
@@ -194,8 +201,8 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
         raise UnsupportedModelError(f"{name}: {reason}; its states would be a guess.")
     if trace.layer_adds is not None and trace.layer_adds != (fitting[0] != "hidden"):
         raise UnsupportedModelError(
-            f"{name}: its decoder layers and what comes next ({trace.final_name}) disagree about "
-            "the residual that they are given; its states would be a guess."
+            f"{name}: its decoder layers and what comes next ({trace.final_name}) disagree "
+            "about the residual that they are given; its states would be a guess."
         )
     return fitting[0], hidden.dtype
 

@@ -1,16 +1,13 @@
 """Sends captured rows from the worker.
 
 Order of messages, for each scheduler step: STEP, then for each layer NORMS and its ROWS in
-blocks, POSITIONS as soon as they are known, END.
+blocks, POSITIONS and TOKENS as soon as they are known, END. REPLIED passes them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import queue
-import threading
-from collections.abc import Callable
+from collections import deque
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +29,11 @@ class Outbox(Protocol):
 
     def put(self, kind: int, step: int, layer: int, tensor: torch.Tensor) -> None: ...
 
-    def end(self, step: int) -> list[Message]: ...
+    def end(self, step: int, last: bool) -> list[Message]: ...
+
+    def replied(self, step: int) -> None: ...
+
+    def wait_for(self, event: Any) -> None: ...
 
     def close(self) -> None: ...
 
@@ -54,9 +55,15 @@ class ReplyOutbox:
             Message(kind, step, layer, rows=tensor.shape[0], payload=tensor.cpu())
         )
 
-    def end(self, step: int) -> list[Message]:
+    def end(self, step: int, last: bool) -> list[Message]:
         messages, self._messages = self._messages, []
         return [*messages, Message(Kind.END, step)]
+
+    def replied(self, step: int) -> None:
+        """Nothing: the reply is all there is."""
+
+    def wait_for(self, event: Any) -> None:
+        event.synchronize()
 
     def close(self) -> None:
         self._messages = []
@@ -65,8 +72,11 @@ class ReplyOutbox:
 class RingOutbox:
     """Copies rows into the driver's ring.
 
-    On a CPU the copy is done when ``put`` returns. On a GPU it runs on a stream of its own
-    while the next layers compute, and a thread tells the driver when it is done.
+    On a CPU the copy is done when ``put`` returns, and the driver is told at once. On a GPU
+    it runs on a stream of its own while the next layers compute, and the driver is told as
+    soon as the worker's thread comes by after the copy has finished. There is no thread for
+    it: between steps vLLM's worker spins for the next one, and holds Python's lock nearly all
+    the time, so that each message of another thread waited 5 ms for it.
 
     Args:
         writer: the worker's end of the ring.
@@ -78,38 +88,49 @@ class RingOutbox:
         self._staging = torch.frombuffer(writer.memory, dtype=torch.uint8)
         self._stream: Any = None
         self._pinned = False
-        self._todo: queue.SimpleQueue[tuple[Any, Message] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._waiting: deque[tuple[Any, Message]] = deque()
         if device.type == "cuda":
             self._pin()
             self._stream = torch.cuda.Stream(device)
-            self._thread = threading.Thread(
-                target=self._run, name="vllm-compat-outbox", daemon=True
-            )
-            self._thread.start()
 
     def begin(self, step: int, segments: list[Segment]) -> None:
         self._send(None, Message.of_segments(step, segments))
 
     def put(self, kind: int, step: int, layer: int, tensor: torch.Tensor) -> None:
         if self._stream is None:
-            self._copy(kind, step, layer, tensor, lambda: None)
+            self._copy(kind, step, layer, tensor)
             return
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
-            self._copy(kind, step, layer, tensor, self._record)
+            self._copy(kind, step, layer, tensor)
         # The allocator must not give this memory away while the copy still reads it.
         tensor.record_stream(self._stream)
+        while self._waiting and self._waiting[0][0].query():
+            self._deliver()
 
-    def end(self, step: int) -> list[Message]:
+    def end(self, step: int, last: bool) -> list[Message]:
+        """All of the step's tensors are in.
+
+        Args:
+            step: its number.
+            last: no step follows that could deliver what is still being copied.
+        """
         self._send(None, Message(Kind.END, step))
+        while last and self._waiting:
+            self._deliver()
         return []
 
+    def replied(self, step: int) -> None:
+        """Passes what is still being copied: the driver may take the reply."""
+        self._writer.send(Message(Kind.REPLIED, step))
+
+    def wait_for(self, event: Any) -> None:
+        """Waits for an event of the device; delivers meanwhile."""
+        while self._waiting and not event.query():
+            self._deliver()
+        event.synchronize()
+
     def close(self) -> None:
-        if self._thread is not None:
-            self._todo.put(None)
-            self._thread.join(timeout=10)
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._staging.data_ptr())
             self._pinned = False
@@ -118,53 +139,58 @@ class RingOutbox:
 
     # -- inside ------------------------------------------------------------------------
 
-    def _copy(
-        self, kind: int, step: int, layer: int, tensor: torch.Tensor, record: Callable[[], Any]
-    ) -> None:
+    def _copy(self, kind: int, step: int, layer: int, tensor: torch.Tensor) -> None:
         count = tensor.shape[0]
         width = tensor[0].numel() * tensor.element_size()
         block = max(1, self._writer.size // _BLOCKS_PER_RING // width)
         for row in range(0, count, block):
             part = tensor[row : row + block]
             nbytes = part.shape[0] * width
-            offset = self._writer.reserve(nbytes)
+            offset = self._reserve(nbytes)
             start = self._writer.start_of(offset)
             target = self._staging[start : start + nbytes].view(tensor.dtype).view(part.shape)
             target.copy_(part, non_blocking=self._stream is not None)
-            self._send(
-                record(), Message(kind, step, layer, row, part.shape[0], offset, nbytes)
-            )
+            event = None
+            if self._stream is not None:
+                event = torch.cuda.Event()
+                event.record(self._stream)
+            self._send(event, Message(kind, step, layer, row, part.shape[0], offset, nbytes))
 
-    def _record(self) -> Any:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+    def _reserve(self, nbytes: int) -> int:
+        # The driver gives room back only for blocks that it has been told of.
+        while (offset := self._writer.reserve(nbytes, wait=not self._waiting)) is None:
+            self._deliver()
+        return offset
 
     def _send(self, event: Any, message: Message) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._thread is None:
+        if self._stream is None:
             self._writer.send(message)
         else:
-            self._todo.put((event, message))
+            self._waiting.append((event or _DONE, message))
 
-    def _run(self) -> None:
-        while (item := self._todo.get()) is not None:
-            event, message = item
-            try:
-                if event is not None:
-                    event.synchronize()
-                self._writer.send(message)
-            except BaseException as error:
-                self._error = error
-                return
+    def _deliver(self) -> None:
+        """Waits for the oldest copy and tells the driver."""
+        event, message = self._waiting.popleft()
+        event.synchronize()
+        self._writer.send(message)
 
     def _pin(self) -> None:
         # Pinned, so that the device copies by itself; without it the copy would still be
         # right, but would make the compute stream wait.
         size = self._staging.numel()
-        address = ctypes.c_void_p(self._staging.data_ptr()).value
-        result = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        result = torch.cuda.cudart().cudaHostRegister(self._staging.data_ptr(), size, 0)
         self._pinned = int(result[0] if isinstance(result, tuple) else result) == 0
         if not self._pinned:
             log.warning("vllm-compat: %d bytes could not be pinned; copies are slower.", size)
+
+
+class _Done:
+    """The event of a message that waits for no copy."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+_DONE = _Done()
