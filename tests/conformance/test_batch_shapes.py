@@ -19,10 +19,10 @@ from .models import VOCABULARY, prompt
 
 pytestmark = pytest.mark.engine
 
-# bf16 noise of these models is 0.3 to 1.5 % of a row's length; a row of another token is off
-# by about 100 %.
-ROW_TOLERANCE = 0.05
-LAYER_TOLERANCE = 0.03
+# bf16 noise of these models is 0.3 to 3 % of a row's length (most: Llama's last layer on vLLM
+# 0.12). The row next to the right one is off by 20 % at least, by 100 % mostly.
+ROW_TOLERANCE = 0.06
+LAYER_TOLERANCE = 0.04
 
 
 def check(subject: Subject, batch: Any, expected: Sequence[Sequence[int]]) -> None:
