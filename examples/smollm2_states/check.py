@@ -3,7 +3,9 @@
 Every sample goes through the model once more, alone, in transformers; forward hooks
 on the decoder layers give the states that the files ought to hold. A row is the
 state of one token at one layer. Its error is the length of the difference over the
-length of the reference, ``|got - want| / |want|``.
+length of the reference, ``|got - want| / |want|``. The limits, and what they rest on,
+are those of vllm_compat.checks.rows; they were measured on this demo. The reference is
+made here, with nothing of the code that captures the states in vLLM.
 """
 
 from __future__ import annotations
@@ -14,21 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_compat.checks.rows import Limits, compare_rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The limits stand between what was measured for this model on these conversations.
-#
-# Between vLLM and transformers, both in bfloat16, the rows of a sample differ by 0.9 %
-# (layer 2) to 3.9 % (last layer) on average. One layer mistaken for the next: 19 % and more.
-SAMPLE_LIMIT = 0.08
-# Single rows differ by up to 19 %: the few that serve attention as a sink have large,
-# rough values. A row from elsewhere in the sample is off by 70 to 100 % in the middle.
-ROW_LIMIT = 0.4
-# A token that comes often has similar rows everywhere, so a row in the wrong place can
-# stay under that limit. But then it is many times nearer to the row of its right place
-# than to its own: right rows came to 1.9 at most; of rows that were moved, 99 % are over 12.
-MISPLACED_LIMIT = 4.0
+LIMITS = Limits()
 
 Reference = Callable[["Tensor"], list["Tensor"]]
 
@@ -150,20 +143,20 @@ def check_file(
             continue
         errors, nearest, ratios = compare_rows(got, want)
         # Written so that NaN is wrong: it is neither smaller nor larger than a limit.
-        for position in (~(errors < ROW_LIMIT)).nonzero().flatten().tolist():
+        for position in (~(errors < LIMITS.row)).nonzero().flatten().tolist():
             text = f"{place}, position {position}: {100 * float(errors[position]):.1f} % off"
-            if ratios[position] > MISPLACED_LIMIT:
+            if ratios[position] > LIMITS.nearer:
                 text += f"; it is the row of position {int(nearest[position])}"
             wrong.append(text)
         for position in (
-            ((ratios > MISPLACED_LIMIT) & (errors < ROW_LIMIT)).nonzero().flatten().tolist()
+            ((ratios > LIMITS.nearer) & (errors < LIMITS.row)).nonzero().flatten().tolist()
         ):
             wrong.append(
                 f"{place}, position {position}: it is the row of position "
                 f"{int(nearest[position])}, {float(ratios[position]):.0f} times nearer"
             )
         mean = float(errors.mean())
-        if not mean < SAMPLE_LIMIT:
+        if not mean < LIMITS.mean:
             wrong.append(f"{place}: rows are {100 * mean:.1f} % off on average")
         if not mean <= layer.sample_error:
             layer.sample_error = mean
@@ -174,28 +167,6 @@ def check_file(
     outcome.samples += 1
     outcome.tokens += length
     return wrong
-
-
-def compare_rows(got: Tensor, want: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare row i of `got` with row i of `want` and with all its other rows.
-
-    Both are [n, hidden]. Returns, each [n]: the relative error of the row, the other
-    position whose reference is nearest to it, and how many times nearer that one is
-    than its own (0 if there is no other).
-    """
-    import torch
-
-    # In float64 the distances can come from a product of matrices, the fast way.
-    got, want = got.double(), want.double()
-    own = (got - want).norm(dim=1)
-    errors = own / want.norm(dim=1)
-    if len(got) == 1:
-        return errors, torch.zeros(1, dtype=torch.long), torch.zeros(1)
-    others = torch.cdist(got, want, compute_mode="use_mm_for_euclid_dist")
-    others.fill_diagonal_(float("inf"))
-    distance, nearest = others.min(dim=1)
-    # One token over and over has equal rows: 0 / 0 is NaN, larger than no limit, and no fault.
-    return errors, nearest, own / distance
 
 
 def read_config(directory: Path) -> dict[str, Any] | None:

@@ -30,20 +30,21 @@ class Limits:
     """Beyond which a state is called wrong.
 
     They stand between what was measured for right states of a model in bf16 (a layer's rows
-    0.5 to 4 % off on average, single rows, the few that serve attention as a sink, up to 14 %)
+    0.5 to 4 % off on average, single rows, the few that serve attention as a sink, up to 20 %)
     and what the smallest of the known faults makes of them (one layer taken for the next 19 %
-    at least, a row of a neighbouring token typically 40 to 140 %).
+    on average at least, a row from elsewhere in the prompt 70 to 100 % in the middle).
 
     Attributes:
         mean: of the errors of a layer's rows in one prompt.
         row: of the error of one row.
         nearer: how many times nearer another row of the reference may be than its own. Tokens
             that come often have similar rows everywhere, so that a row in the wrong place can
-            be within ``row``; right rows came to 2.1 at most.
+            be within ``row``; right rows came to 2.1 at most, and of rows that were moved 99 %
+            are over 12.
     """
 
     mean: float = 0.08
-    row: float = 0.25
+    row: float = 0.4
     nearer: float = 4.0
 
 

@@ -85,7 +85,7 @@ def add(subparsers: Any) -> None:
         help="largest mean error of a layer's rows in a prompt (default: 0.08)",
     )
     parser.add_argument(
-        "--row-limit", type=float, metavar="X", help="largest error of a row (default: 0.25)"
+        "--row-limit", type=float, metavar="X", help="largest error of a row (default: 0.4)"
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="picture of the errors, .html or .png"
