@@ -20,9 +20,9 @@ def contiguous_norms(worker: Any) -> bool:
         Whether anything was replaced (in this worker process alone).
     """
     from vllm import _custom_ops
+    from vllm.platforms import current_platform
 
-    inner = getattr(worker, "worker", worker)
-    if inner.device.type != "cpu" or not _misreads(_custom_ops.rms_norm):
+    if not current_platform.is_cpu() or not _misreads(_custom_ops.rms_norm):
         return False
     original = _custom_ops.rms_norm
 
