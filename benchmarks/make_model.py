@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, for benchmarks: the time of a forward doesn't depend on them.
+"""Checkpoints with random weights, for benchmarks: a forward takes as long with any weights.
 
     python benchmarks/make_model.py dense FOLDER            # Qwen3-8B's shape, 16 GB
     python benchmarks/make_model.py moe FOLDER --small      # a small Qwen3-MoE

@@ -59,7 +59,8 @@ def main() -> None:
     a = parser.parse_args()
     report: dict[str, Any] = {}
     for model in a.models:
-        count = json.loads((Path(model) / "config.json").read_text("utf-8"))["num_hidden_layers"]
+        config = json.loads((Path(model) / "config.json").read_text("utf-8"))
+        count = config["num_hidden_layers"]
         layers = [str(k) for k in (2, count // 2, count - 3, count - 1)]
         runs: dict[str, Any] = {
             "verify": {size: verify(model, layers, size) for size in (1, a.size)},
