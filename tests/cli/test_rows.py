@@ -72,6 +72,16 @@ def test_rows_of_another_prompt_are_named() -> None:
     assert "positions 4 to 8 hold the rows of positions 10 to 14 of prompt 1" in result.wrong[0]
 
 
+def test_of_equal_rows_the_nearest_place_is_named() -> None:
+    """Prompts with a beginning in common: the first that comes would be prompt 0."""
+    want = reference([20, 30])
+    for place in range(len(LAYERS)):
+        want[1][place][:20] = want[0][place]
+    got = noisy(want)
+    got[1][0][4:9] = got[1][0][7:12].clone()
+    assert compare(got, want, LAYERS).moved == [Moved(1, 3, 4, 8, 1, 3)]
+
+
 def test_a_moved_row_that_is_near_its_own_is_found() -> None:
     """Tokens that come often have similar rows: an error of 10 % only, within the limit."""
     want = reference([20])

@@ -201,6 +201,8 @@ def test_ctrl_c_ends_it_as_without_us(folder: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
             env=environment(),
+            # A shell starts what it puts into the background with SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
