@@ -15,6 +15,7 @@ from . import (
     request,
     results,
     scheduler,
+    start_method,
     tokenizer,
     transformers5,
 )
@@ -22,6 +23,7 @@ from . import (
 __all__ = ["REGISTRY"]
 
 REGISTRY: tuple[Patch, ...] = (
+    *start_method.PATCHES,
     *transformers5.PATCHES,
     *hashing.PATCHES,
     *tokenizer.PATCHES,

@@ -122,6 +122,7 @@ PATCHES = (
             **{at(name): _note for name in _PARTS},
             at("VllmConfig"): _configure,
         },
+        discards=(*map(at, _PARTS), at("VllmConfig")),
         relies_on=(
             Symbol(
                 _ENGINE_ARGS,

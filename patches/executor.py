@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..activation import options
 from ..record import Patch, Symbol, at
 from ..session import Session, current_session
+from ..starting import prepare
 
 if TYPE_CHECKING:
     from ..batch import Batch
@@ -36,8 +35,8 @@ class CapturingExecutor:
         from ..engine import Engine
 
         session = current_session()
-        with _worker_environment(vllm_config):
-            session.engine = Engine(lambda: build(vllm_config), vllm_config)
+        prepare(vllm_config)
+        session.engine = Engine(lambda: build(vllm_config), vllm_config)
         session.engine.answers(self.bare_reply, self.two_phase)
         self._session: Session = session
 
@@ -81,34 +80,6 @@ class CapturingExecutor:
         if self._session.batch is None:
             raise RuntimeError("a scheduler step outside of generate()")
         return self._session.batch
-
-
-@contextmanager
-def _worker_environment(vllm_config: Any) -> Iterator[None]:
-    """What the workers need to find in their environment while they are started.
-
-    The generator's constructor restores this process's environment when it is done.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        # speculators imports torch._inductor, which asks for CUDA; a forked worker then
-        # can't use it any more, and vLLM doesn't notice (torch 2.11, H200).
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    size = vllm_config.parallel_config.tensor_parallel_size
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if (
-        current_platform.is_cpu()
-        and size > 1
-        and len(cores) >= size
-        and os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto"
-    ):
-        # vLLM binds one worker to one NUMA node and refuses when there are fewer nodes.
-        share = len(cores) // size
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(
-            ",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(size)
-        )
-    yield
 
 
 def _capturing(original: Any) -> Any:

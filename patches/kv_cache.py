@@ -189,6 +189,11 @@ PATCHES = (
             at("unify_hybrid_kv_cache_specs"): _nothing,
             at("_get_kv_cache_groups_uniform_spec"): _nothing,
         },
+        discards=(
+            _SEAM,
+            at("unify_hybrid_kv_cache_specs"),
+            at("_get_kv_cache_groups_uniform_spec"),
+        ),
         relies_on=(
             Symbol(
                 f"{_UTILS}:get_kv_cache_configs",

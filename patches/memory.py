@@ -59,5 +59,6 @@ PATCHES = (
         needed=lambda look: look.generator_says("free_memory, _ = mem_get_info()"),
         speculators=">=0.4",
         replaces={at("mem_get_info"): lambda original: _worker_memory},
+        discards=(at("mem_get_info"),),
     ),
 )

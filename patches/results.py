@@ -95,5 +95,6 @@ PATCHES = (
         speculators=">=0.4",
         # The ids are keys of a dict that was filled in the order of the inputs.
         replaces={at("sorted"): lambda original: list},
+        discards=(at("sorted"),),
     ),
 )

@@ -9,11 +9,7 @@ imports neither vLLM, torch, transformers nor speculators, and changes nothing.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Literal
-
-from .activation import Entry, Report, apply, revert
+from .activation import Entry, Report, applied, apply, revert
 from .environment import Environment, Package
 from .errors import (
     CaptureError,
@@ -70,18 +66,3 @@ def status(*, workers: bool = True) -> Report:
     return Report(
         report.environment, report.entries, report.notes, tuple(describe_workers())
     )
-
-
-@contextlib.contextmanager
-def applied(
-    *,
-    transport: Literal["auto", "shared", "rpc"] | None = None,
-    executor: Literal["mp", "ray"] | None = None,
-    untested: Literal["warn", "refuse", "allow"] | None = None,
-) -> Iterator[Report]:
-    """:func:`apply` for the time of a ``with`` block; may be nested."""
-    report = apply(transport=transport, executor=executor, untested=untested)
-    try:
-        yield report
-    finally:
-        revert(all=False)

@@ -5,10 +5,9 @@ State lives in one place, under one lock. On any failure nothing has changed.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import functools
 import importlib
+import importlib._bootstrap
 import logging
 import os
 import sys
@@ -20,16 +19,20 @@ from typing import Any, Literal
 
 from . import tested
 from .environment import GENERATOR, Environment, detect, require
-from .errors import PatchConflictError, UnsupportedEnvironmentError, UntestedVersionWarning
+from .errors import (
+    InvalidInputError,
+    PatchConflictError,
+    UnsupportedEnvironmentError,
+    UntestedVersionWarning,
+)
 from .imports import ImportWatch
-from .record import Look, Patch
+from .record import Look, Patch, bound
+from .seams import Commit, commit
 from .symbols import Sources
 
-__all__ = ["Entry", "Report", "apply", "current", "options", "plan", "revert"]
+__all__ = ["Entry", "Report", "applied", "apply", "current", "options", "plan", "revert"]
 
 log = logging.getLogger("vllm_compat")
-
-_ABSENT: Any = object()
 
 State = Literal["on", "waiting", "not needed", "skipped", "off"]
 
@@ -96,27 +99,34 @@ class Options:
 
 
 @dataclass
-class _Replaced:
-    owner: Any
-    attribute: str
-    original: Any
-    own: bool
-    ours: Any
-
-
-@dataclass
 class _State:
-    depth: int = 0
-    entries: tuple[Entry, ...] = ()
-    environment: Environment | None = None
-    notes: tuple[str, ...] = ()
-    replaced: list[_Replaced] = field(default_factory=list)
+    # Who asked for the patches, in the order in which they did, and what each asked for.
+    holders: dict[object, dict[str, Any]] = field(default_factory=dict)
+    report: Report | None = None
+    patches: tuple[Patch, ...] = ()
+    # More than one if the generator's module was executed again (importlib.reload).
+    commits: list[Commit] = field(default_factory=list)
     watch: ImportWatch | None = None
-    options: Options = field(default_factory=Options)
+    # The generator's module, if it was executed under our eyes.
+    watched: Any = None
+    # How often the patches were taken off: whoever began under another number was overtaken.
+    generation: int = 0
 
 
-_LOCK = threading.RLock()
+# Waits for an import of that module in another thread; the interpreter's own import statement
+# does it with the same function.
+_import_lock = importlib._bootstrap._lock_unlock_module  # type: ignore[attr-defined]
+
+_EVERYWHERE: Any = object()  # the holder for apply(), as against a `with applied()` block
 _STATE = _State()
+_LOCK = threading.RLock()
+_WARNED: set[str] = set()
+
+
+def _in_forked_child() -> None:
+    # Another thread of the parent may have held it; here that thread doesn't exist.
+    global _LOCK
+    _LOCK = threading.RLock()
 
 
 def registry() -> tuple[Patch, ...]:
@@ -128,8 +138,13 @@ def registry() -> tuple[Patch, ...]:
 
 
 def options() -> Options:
-    """The options of the active ``apply()``, or the defaults."""
-    return _STATE.options
+    """What was asked for; where several did, the last of them who named it."""
+    asked: dict[str, Any] = {
+        "transport": _choice("VLLM_COMPAT_TRANSPORT", ("auto", "shared", "rpc"))
+    }
+    for wishes in list(_STATE.holders.values()):
+        asked.update(wishes)
+    return Options(**asked)
 
 
 def plan(sources: Sources | None = None, untested: str | None = None) -> Report:
@@ -150,7 +165,7 @@ def plan(sources: Sources | None = None, untested: str | None = None) -> Report:
     skip = {s.strip() for s in os.environ.get("VLLM_COMPAT_SKIP", "").split(",") if s.strip()}
     unknown = skip - {p.name for p in registry()}
     if unknown:
-        raise UnsupportedEnvironmentError(
+        raise InvalidInputError(
             f"VLLM_COMPAT_SKIP names no patch of ours: {', '.join(sorted(unknown))}."
         )
 
@@ -176,6 +191,11 @@ def plan(sources: Sources | None = None, untested: str | None = None) -> Report:
                 for symbol in patch.required_symbols(environment)
                 if not look.accepts(symbol.path, *symbol.parameters)
             ]
+            gone += [
+                f"{seam}, which patch {patch.name} replaces"
+                for seam in patch.replaces
+                if not bound(seam, sources)
+            ]
     provided = {name for e in entries if e.state == "off" for name in e.patch.provides}
     gone += [
         f"{name} (imported by speculators' generator itself)"
@@ -200,15 +220,16 @@ def apply(
 ) -> Report:
     """Makes the generator of the installed speculators run on the installed vLLM.
 
-    May be called before or after speculators is imported, and any number of times; the
-    first call decides, later ones return the same report. Imports neither vLLM nor
-    speculators.
+    May be called before or after speculators is imported, from any thread and any number of
+    times. Imports neither vLLM nor speculators. Switched off by ``VLLM_COMPAT_DISABLE=1``.
 
     Args:
         transport: how captured rows go from a worker to this process. ``shared`` is a
             memory file that has no name; ``rpc`` is vLLM's own message queue, slower;
-            ``auto`` takes ``shared`` where the worker can open it.
-        executor: vLLM's executor: ``mp`` (processes on this machine) or ``ray``.
+            ``auto`` takes ``shared`` where the worker can open it. None leaves what an
+            earlier call said, else ``VLLM_COMPAT_TRANSPORT``, else ``auto``.
+        executor: vLLM's executor: ``mp`` (processes on this machine) or ``ray``. None leaves
+            what an earlier call said, else ``mp``. Both count for generators made later.
         untested: what to do on a vLLM newer than any tested one: ``warn`` (once), ``refuse``
             or ``allow``. None reads ``VLLM_COMPAT_UNTESTED``, else ``warn``.
 
@@ -220,150 +241,210 @@ def apply(
             adapted. Nothing has changed.
         PatchConflictError: something else stands where a patch has to go. Nothing has
             changed.
+        InvalidInputError: an argument, or the environment variable for it, has none of the
+            values above.
     """
-    with _LOCK:
-        if os.environ.get("VLLM_COMPAT_DISABLE", "") not in ("", "0"):
-            report = plan(untested="allow")
-            log.warning("vllm-compat is switched off by VLLM_COMPAT_DISABLE.")
-            return Report(report.environment, report.entries, ("VLLM_COMPAT_DISABLE is set",))
-        if _STATE.depth:
-            _STATE.depth += 1
-            return current()
-        report = plan(untested=untested)
-        _STATE.options = Options(
-            transport=transport or _choice("VLLM_COMPAT_TRANSPORT", ("auto", "shared", "rpc")),
-            executor=executor or "mp",
-        )
-        patches = [e.patch for e in report.entries if e.state == "off"]
-        loaded = sys.modules.get(GENERATOR)
-        try:
-            if loaded is not None and not _initializing(loaded):
-                _commit(patches)
-                _STATE.entries = _as(report.entries, "on")
-            else:
-                _STATE.watch = ImportWatch(
-                    {**_around(patches), GENERATOR: functools.partial(_on_import, patches)}
-                )
-                _STATE.watch.start()
-                _STATE.entries = _as(report.entries, "waiting")
-        except BaseException:
-            _undo()
-            raise
-        _STATE.depth = 1
-        _STATE.environment, _STATE.notes = report.environment, report.notes
-        count = sum(e.state in ("on", "waiting") for e in _STATE.entries)
-        log.info("vllm-compat: %d patches for %s", count, report.environment)
-        return current()
+    return _hold(_EVERYWHERE, transport, executor, untested)
 
 
-def revert(*, all: bool = True) -> None:
+def revert() -> None:
     """Puts back exactly what was there, where it is still ours.
 
-    A name that somebody replaced after us is left alone, with a warning that names it.
-    Generators that were made while the patches were on stop working.
-
-    Args:
-        all: undo every ``apply()``; False undoes one of them, as leaving
-            :func:`vllm_compat.applied` does.
+    Undoes every :func:`apply` and every open :func:`vllm_compat.applied`. A name that
+    somebody replaced after us is left alone, with a warning that names it; their
+    replacement then reaches the original. Generators that were made while the patches were
+    on stop working.
     """
     with _LOCK:
-        if not _STATE.depth:
-            return
-        _STATE.depth = 0 if all else _STATE.depth - 1
-        if not _STATE.depth:
-            _undo()
+        _STATE.holders.clear()
+        _undo()
+
+
+@contextlib.contextmanager
+def applied(
+    *,
+    transport: Literal["auto", "shared", "rpc"] | None = None,
+    executor: Literal["mp", "ray"] | None = None,
+    untested: Literal["warn", "refuse", "allow"] | None = None,
+) -> Iterator[Report]:
+    """:func:`apply` for the time of a ``with`` block.
+
+    Blocks may be nested, overlap in several threads, and stand inside of an
+    :func:`apply`: the patches come off when the last of them is left.
+
+    Args:
+        transport: as for :func:`apply`; for generators made in the block.
+        executor: likewise.
+        untested: as for :func:`apply`.
+
+    Yields:
+        The report of :func:`apply`.
+
+    Raises:
+        UnsupportedEnvironmentError: as :func:`apply`.
+        PatchConflictError: as :func:`apply`.
+    """
+    holder = object()
+    report = _hold(holder, transport, executor, untested)
+    try:
+        yield report
+    finally:
+        _let_go(holder)
 
 
 def is_active() -> bool:
     """Whether an ``apply()`` is in force."""
-    return _STATE.depth > 0
+    return bool(_STATE.holders)
+
+
+def generation() -> int:
+    """A number that changes whenever the patches are taken off."""
+    return _STATE.generation
+
+
+def overridden() -> list[str]:
+    """A sentence for each name that somebody else has replaced over ours."""
+    return [sentence for made in _STATE.commits for sentence in made.overridden()]
 
 
 def current() -> Report:
     """The report of the active ``apply()``; outside of one, what it would do."""
     with _LOCK:
-        if not _STATE.depth or _STATE.environment is None:
-            return plan(untested="allow")
-        return Report(_STATE.environment, _STATE.entries, _STATE.notes)
-
-
-# -- committing -------------------------------------------------------------------------
-
-
-def _commit(patches: Sequence[Patch]) -> None:
-    """Builds every replacement first, then binds them all."""
-    chains: dict[str, list[Patch]] = {}
-    for patch in patches:
-        for seam in patch.replaces:
-            chains.setdefault(seam, []).append(patch)
-    ready: list[_Replaced] = []
-    for seam, chain in chains.items():
-        owner, attribute, original, own = _locate(seam, chain[0])
-        value = original if own or original is not _ABSENT else getattr(builtins, attribute)
-        for patch in chain:
-            value = patch.replaces[seam](value)
-        ready.append(_Replaced(owner, attribute, original, own, value))
-    for item in ready:
-        setattr(item.owner, item.attribute, item.ours)
-        _STATE.replaced.append(item)
-
-
-def _locate(seam: str, patch: Patch) -> tuple[Any, str, Any, bool]:
-    module_name, _, path = seam.partition(":")
-    owner: Any = sys.modules[module_name]
-    *parents, attribute = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent, None)
-        if owner is None:
-            raise PatchConflictError(
-                f"{seam} (patch {patch.name}) is not there: {parent} is missing from "
-                f"{module_name}. Nothing was changed."
-            )
-    own = attribute in vars(owner)
-    original = getattr(owner, attribute, _ABSENT)
-    if original is _ABSENT and not hasattr(builtins, attribute):
-        raise PatchConflictError(
-            f"{seam} (patch {patch.name}) is not there. Nothing was changed."
+        report = _STATE.report
+        if report is None:
+            return _switched_off() if _disabled() else plan(untested="allow")
+        _catch_up()
+        on = bool(_STATE.commits)
+        collisions = [note for made in _STATE.commits for note in made.collisions]
+        return Report(
+            report.environment,
+            _as(report.entries, "on" if on else "waiting"),
+            (*report.notes, *collisions, *overridden()),
         )
-    if own and isinstance(owner, type):
-        original = vars(owner)[attribute]
-    if getattr(original, "__vllm_compat__", False):
-        raise PatchConflictError(
-            f"{seam} (patch {patch.name}) already carries a replacement by another copy of "
-            "vllm-compat. Nothing was changed."
+
+
+# -- on and off -------------------------------------------------------------------------
+
+
+def _hold(
+    holder: object, transport: str | None, executor: str | None, untested: str | None
+) -> Report:
+    wishes = {
+        name: _one_of(name, value, allowed)
+        for name, value, allowed in (
+            ("transport", transport, ("auto", "shared", "rpc")),
+            ("executor", executor, ("mp", "ray")),
         )
-    return owner, attribute, original, own
+        if value is not None
+    }
+    if untested is not None:
+        _one_of("untested", untested, ("warn", "refuse", "allow"))
+    with _LOCK:
+        fresh = _STATE.watch is None
+        if not fresh:
+            assert _STATE.report is not None
+            _untested(_STATE.report.environment, untested)
+        elif _disabled():
+            log.warning("vllm-compat is switched off by VLLM_COMPAT_DISABLE.")
+            return _switched_off()
+        else:
+            _switch_on(plan(untested=untested))
+        _STATE.holders.setdefault(holder, {}).update(wishes)
+    try:
+        # An import that began before our finder was there goes past it. Not under our lock:
+        # the importing thread may want that one.
+        _import_lock(GENERATOR)
+        with _LOCK:
+            module = sys.modules.get(GENERATOR)
+            if _initializing(module) and module is not _STATE.watched:
+                raise PatchConflictError(
+                    f"apply() was called by something that {GENERATOR} imports, while it is "
+                    "being imported. Call it before that import or after it. Nothing was "
+                    "changed."
+                )
+            report = current()
+        if fresh:
+            count = sum(entry.state in ("on", "waiting") for entry in report.entries)
+            log.info("vllm-compat: %d patches for %s", count, report.environment)
+        return report
+    except BaseException:
+        _let_go(holder)
+        raise
+
+
+def _let_go(holder: object) -> None:
+    with _LOCK:
+        if _STATE.holders.pop(holder, None) is not None and not _STATE.holders:
+            _undo()
+
+
+def _switch_on(report: Report) -> None:
+    """Lets our finder see all further imports."""
+    _choice("VLLM_COMPAT_TRANSPORT", ("auto", "shared", "rpc"))
+    patches = tuple(e.patch for e in report.entries if e.state == "off")
+    watch = ImportWatch({**_around(patches), GENERATOR: _on_import})
+    watch.start()
+    _STATE.report, _STATE.patches, _STATE.watch = report, patches, watch
+    if not _STATE.generation:
+        os.register_at_fork(after_in_child=_in_forked_child)
+    _STATE.generation += 1
 
 
 def _undo() -> None:
-    if _STATE.watch is not None:
-        _STATE.watch.stop()
-        _STATE.watch = None
-    for item in reversed(_STATE.replaced):
-        now = vars(item.owner).get(item.attribute, _ABSENT)
-        if now is not item.ours:
-            log.warning(
-                "vllm-compat: %s.%s was replaced by %r after us and is left as it is.",
-                getattr(item.owner, "__name__", item.owner),
-                item.attribute,
-                getattr(now, "__module__", None) or now,
-            )
-        elif item.own:
-            setattr(item.owner, item.attribute, item.original)
-        else:
-            delattr(item.owner, item.attribute)
-    _STATE.replaced.clear()
-    _STATE.entries, _STATE.notes, _STATE.environment = (), (), None
-    _STATE.options = Options()
+    if _STATE.watch is None:
+        return
+    _STATE.watch.stop()
+    for made in reversed(_STATE.commits):
+        for sentence in made.undo():
+            log.warning("vllm-compat: %s; it is left as it is.", sentence)
+    _STATE.report, _STATE.patches, _STATE.watch = None, (), None
+    _STATE.commits, _STATE.watched = [], None
+    _STATE.generation += 1
+
+
+def _disabled() -> bool:
+    return os.environ.get("VLLM_COMPAT_DISABLE", "") not in ("", "0")
+
+
+def _switched_off() -> Report:
+    # Whatever is installed: who switches us off has no use for our opinion of it.
+    reason = "VLLM_COMPAT_DISABLE is set"
+    entries = tuple(Entry(patch, "off", reason) for patch in registry())
+    return Report(detect(), entries, (reason,))
 
 
 @contextlib.contextmanager
-def _on_import(patches: Sequence[Patch]) -> Iterator[None]:
-    yield
+def _on_import() -> Iterator[None]:
+    """Around the execution of the generator's module: the first one, and a reload."""
+    module = sys.modules[GENERATOR]
+    again = not _initializing(module)
     with _LOCK:
-        if _STATE.depth and not _STATE.replaced:
-            _commit(patches)
-            _STATE.entries = _as(_STATE.entries, "on")
+        _STATE.watched = module
+        for made in _STATE.commits:
+            made.release(module)
+    try:
+        yield
+    except BaseException:
+        if again:  # the module is there still, with some of its names anew
+            _bind()
+        raise
+    _bind()
+
+
+def _catch_up() -> None:
+    """The module is there, but wasn't imported through our finder."""
+    module = sys.modules.get(GENERATOR)
+    if module is not None and not _STATE.commits and not _initializing(module):
+        _bind()
+
+
+def _bind() -> None:
+    with _LOCK:
+        if _STATE.watch is not None:
+            made = commit(_STATE.patches)
+            _STATE.commits.append(made)
+            for sentence in made.collisions:
+                log.warning("vllm-compat: %s.", sentence)
 
 
 def _around(patches: Sequence[Patch]) -> dict[str, Any]:
@@ -400,11 +481,12 @@ def _with(parameters: tuple[str, ...]) -> str:
 
 
 def _choice(variable: str, allowed: tuple[str, ...]) -> Any:
-    value = os.environ.get(variable) or allowed[0]
+    return _one_of(variable, os.environ.get(variable) or allowed[0], allowed)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
-        raise UnsupportedEnvironmentError(
-            f"{variable}={value!r} is not one of {', '.join(allowed)}."
-        )
+        raise InvalidInputError(f"{name}={value!r} is not one of {', '.join(allowed)}.")
     return value
 
 
@@ -419,13 +501,23 @@ def _untested(environment: Environment, policy: str | None) -> list[str]:
     )
     if policy == "refuse":
         raise UnsupportedEnvironmentError(f"{sentence}, and untested versions are refused.")
-    if policy == "warn":
+    if policy == "warn" and sentence not in _WARNED:
         warnings.warn(
             f"{sentence}; all that the patches rely on is there, so they are applied.",
             UntestedVersionWarning,
-            stacklevel=4,
+            stacklevel=_frames_of_ours(),
         )
+        _WARNED.add(sentence)
     return [sentence]
+
+
+def _frames_of_ours() -> int:
+    """How far up the caller is, for warnings: past this package and contextlib."""
+    ours = (__name__.partition(".")[0], "contextlib")
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ours:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def import_generator() -> Any:

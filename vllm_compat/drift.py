@@ -7,7 +7,6 @@ patch that relies on it, and what a user would see. ``python -m vllm_compat drif
 from __future__ import annotations
 
 import argparse
-import builtins
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Literal
 
 from .environment import GENERATOR, Environment, detect, require
 from .errors import UnsupportedEnvironmentError
-from .record import Look, Patch
+from .record import Look, Patch, bound
 from .symbols import Sources, Symbol
 
 __all__ = ["Finding", "Kind", "add_arguments", "check", "main", "packages_under", "run"]
@@ -98,7 +97,7 @@ def _findings(
             if (finding := _compare(patch, symbol, look.sources)) is not None:
                 yield finding
         for seam in patch.replaces:
-            if not _bound(seam, look.sources):
+            if not bound(seam, look.sources):
                 yield Finding("seam", patch.name, seam, "is not bound there", patch.why)
     provided = {name for patch in patches if patch.needed(look) for name in patch.provides}
     for name in look.sources.unresolved(GENERATOR, "vllm"):
@@ -117,14 +116,6 @@ def _compare(patch: Patch, symbol: Symbol, sources: Sources) -> Finding | None:
         what = f"no longer takes {', '.join(lost)}; takes {', '.join(found.parameters) or '-'}"
         return Finding("parameters", patch.name, symbol.path, what, seen)
     return None
-
-
-def _bound(seam: str, sources: Sources) -> bool:
-    """Whether the module binds the name (a builtin counts: a global of ours hides it)."""
-    module, _, path = seam.partition(":")
-    if "." in path:
-        return sources.find(seam) is not None
-    return hasattr(builtins, path) or path in sources.names(module)
 
 
 def packages_under(path: Path) -> list[Path]:

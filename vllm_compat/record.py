@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from .environment import GENERATOR, Environment, Package
 from .symbols import Sources, Symbol
 
-__all__ = ["Look", "Patch", "Symbol", "Wrap", "at"]
+__all__ = ["Look", "Patch", "Symbol", "Wrap", "at", "bound"]
 
 Wrap = Callable[[Any], Any]
 """Takes what is bound at the seam (or the builtin of that name), gives what replaces it."""
@@ -59,6 +60,8 @@ class Patch:
         around_import: context managers factories by module name; entered while that
             module is being imported for the first time.
         provides: ``module:name`` of what ``around_import`` supplies to that import.
+        discards: seams of ``replaces`` at which what was there is never called again: if
+            that is another library's replacement, the two can't both be on.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Patch:
     relies_on: tuple[Symbol, ...] = ()
     around_import: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
+    discards: tuple[str, ...] = ()
 
     def expected(self, environment: Environment) -> bool | None:
         """What the release numbers say; None where a version says nothing."""
@@ -95,6 +99,17 @@ class Patch:
         One with ``since`` can't be asked of a build whose version says nothing.
         """
         return tuple(s for s in self.relies_on if _within(s.since, environment.vllm))
+
+
+def bound(seam: str, sources: Sources) -> bool:
+    """Whether a module's source binds the name of a seam.
+
+    A builtin counts: a global of ours hides it.
+    """
+    module, _, path = seam.partition(":")
+    if "." in path:
+        return sources.find(seam) is not None
+    return hasattr(builtins, path) or path in sources.names(module)
 
 
 def at(name: str) -> str:

@@ -8,18 +8,16 @@ the adapters find the generator that they serve in :func:`current_session`.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import inspect
 import logging
-import multiprocessing
 import numbers
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .activation import is_active
+from .activation import generation, overridden
 from .errors import (
     CaptureError,
     EngineDeadError,
@@ -28,6 +26,7 @@ from .errors import (
     VllmCompatError,
 )
 from .prompts import check_layer_ids, check_prompts
+from .seams import SERVED
 
 if TYPE_CHECKING:
     # Both import torch, which apply() must not.
@@ -38,13 +37,15 @@ __all__ = ["Session", "current_session", "describe_workers", "guarded_generate",
 
 log = logging.getLogger("vllm_compat")
 
-_CURRENT: contextvars.ContextVar[Session | None] = contextvars.ContextVar(
-    "vllm_compat_session", default=None
-)
+T = TypeVar("T")
+
 _ATTRIBUTE = "_vllm_compat_session"
 _LIVE: weakref.WeakSet[Session] = weakref.WeakSet()
 # Starting workers changes the environment of this process for a while: one at a time.
 _BUILDING = threading.RLock()
+_OVERTAKEN = (
+    "vllm-compat's patches were reverted, by another thread, while this generator was at work."
+)
 _REVERTED = (
     "This generator was made with vllm-compat's patches on, and they have been reverted "
     "since. Make it anew, or keep them on."
@@ -111,7 +112,7 @@ def current_session() -> Session:
     Raises:
         VllmCompatError: an adapter was called from outside of a generator.
     """
-    session = _CURRENT.get()
+    session: Session | None = SERVED.get()
     if session is None:
         raise VllmCompatError(
             "A name that vllm-compat adapts for speculators' generator was used outside of "
@@ -145,29 +146,31 @@ def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_active():
-            original(self, *args, **kwargs)
-            return
         from .engine import process_settings_kept
 
         _refuse_child()
+        began = generation()
+        for sentence in overridden():
+            log.warning("vllm-compat: %s; if it doesn't call ours, this will fail.", sentence)
         bound = signature.bind(self, *args, **kwargs)
         if "layer_ids" in bound.arguments:
             bound.arguments["layer_ids"] = check_layer_ids(bound.arguments["layer_ids"])
         _check_lengths(bound.arguments)
         session = Session()
-        token = _CURRENT.set(session)
+        token = SERVED.set(session)
         try:
             with _BUILDING, process_settings_kept():
                 original(*bound.args, **bound.kwargs)
         except BaseException as error:
             session.close()
+            if generation() != began:
+                raise VllmCompatError(_OVERTAKEN) from error
             explained = _explained(error)
             if explained is error:
                 raise
-            raise explained from error
+            raise explained from None  # vLLM's own says less, at length
         finally:
-            _CURRENT.reset(token)
+            SERVED.reset(token)
         setattr(self, _ATTRIBUTE, session)
 
     return _as_was(__init__, original)
@@ -184,7 +187,9 @@ def _check_lengths(arguments: dict[str, Any]) -> None:
 
 def _refuse_child() -> None:
     """A spawned worker imports the user's script; without a guard it would start over."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    from multiprocessing import current_process
+
+    if getattr(current_process(), "_inheriting", False):
         sys.exit(
             "vllm-compat: this script makes a generator when it is imported, and vLLM's "
             "workers import it. Put what it does under  if __name__ == '__main__':"
@@ -195,6 +200,12 @@ def _explained(error: BaseException) -> BaseException:
     """Puts the usual failures of construction into one sentence."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
+    if isinstance(error, AssertionError) and "daemonic processes" in str(error):
+        return UnsupportedEnvironmentError(
+            "This is a daemonic process (one of multiprocessing.Pool's, say), which may not "
+            "start others, and vLLM's workers are processes. Start it with daemon=False, or "
+            "use concurrent.futures.ProcessPoolExecutor."
+        )
     if isinstance(error, Exception) and "WorkerProc initialization failed" in str(error):
         hint = ""
         if file is not None and _lacks_guard(file):
@@ -225,8 +236,6 @@ def guarded_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         if session is None:
             result: list[dict[str, Any]] = original(self, token_ids)
             return result
-        if not is_active():
-            raise EngineDeadError(_REVERTED)
         engine = session.running_engine
         engine.check_alive()
         model_config = session.vllm_config.model_config
@@ -259,18 +268,21 @@ def _generate(
         engine.arena,
         engine.copier,
     )
-    token = _CURRENT.set(session)
+    began = generation()
+    token = SERVED.set(session)
     try:
         session.batch = batch
         results: list[dict[str, Any]] = original(generator, prompts)
         _check_results(results, batch)
         return results
-    except BaseException:
+    except BaseException as error:
         engine.abandon(batch)
+        if generation() != began:
+            raise VllmCompatError(_OVERTAKEN) from error
         raise
     finally:
         session.batch = None
-        _CURRENT.reset(token)
+        SERVED.reset(token)
 
 
 def _check_results(results: list[dict[str, Any]], batch: Batch) -> None:
@@ -288,9 +300,8 @@ def _check_results(results: list[dict[str, Any]], batch: Batch) -> None:
                 )
 
 
-def _as_was(replacement: Any, original: Any) -> Any:
+def _as_was(replacement: Callable[..., T], original: Any) -> Callable[..., T]:
     for name in ("__name__", "__qualname__", "__doc__", "__module__"):
         setattr(replacement, name, getattr(original, name, None))
-    replacement.__wrapped__ = original
-    replacement.__vllm_compat__ = True
+    replacement.__wrapped__ = original  # type: ignore[attr-defined]
     return replacement

@@ -24,7 +24,8 @@ from .outbox import ReplyOutbox, RingOutbox
 
 __all__ = ["CaptureExtension"]
 
-log = logging.getLogger("vllm_compat")
+# Under vLLM's logger: in a spawned worker nobody else has set up any.
+log = logging.getLogger("vllm.vllm_compat")
 
 _TRIAL_TOKENS = 8
 
