@@ -15,7 +15,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from ..conformance.models import FAMILIES, write_checkpoint
+    from conformance.models import FAMILIES, write_checkpoint
 
     folder = tmp_path_factory.mktemp("checkpoint")
     write_checkpoint(FAMILIES[0], folder)
