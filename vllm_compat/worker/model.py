@@ -77,7 +77,7 @@ def find_decoder(model: nn.Module, text_config: Any) -> Decoder:
                 and full.rpartition(".")[2] in _LIST_NAMES
                 and not any(tower in full.lower() for tower in _OTHER_TOWERS)
             ):
-                base = start.get_submodule(inner.rpartition(".")[0])
+                base = _owner(start, inner)
                 found.setdefault(id(module), Decoder(base, module, full, hidden_size))
         if len(found) == 1:
             return next(iter(found.values()))
@@ -86,6 +86,19 @@ def find_decoder(model: nn.Module, text_config: Any) -> Decoder:
         f"{name}: {what} of {count} decoder layers in the model"
         + (f" ({', '.join(d.path for d in found.values())})." if found else ".")
     )
+
+
+def _owner(start: nn.Module, path: str) -> nn.Module:
+    """The innermost module around the layers that has anything besides them.
+
+    PLaMo keeps them in a module of their own, beside the final norm.
+    """
+    while path:
+        path = path.rpartition(".")[0]
+        owner = start.get_submodule(path)
+        if len(list(owner.children())) > 1:
+            return owner
+    return start
 
 
 def _language_models(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -184,6 +197,12 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
             )
     hidden, residual = trace.outputs[last]
     truth, source = _stream_after(trace, name)
+    if truth.numel() != hidden.numel():
+        # Gemma3n: the layers return a stack of streams that is mixed into one afterwards.
+        raise UnsupportedModelError(
+            f"{name}: its decoder layers return {tuple(hidden.shape)}, and {source} "
+            f"{tuple(truth.shape)}: not one residual stream; its states would be a guess."
+        )
     truth = truth.reshape(hidden.shape)
     fitting: list[Convention] = []
     if _same(hidden, truth):
@@ -195,8 +214,7 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
             "its last decoder layer's residual is nothing in the trial forward, so that two "
             "readings of it agree"
             if fitting
-            else "neither what its last decoder layer returns, nor the sum of it, is "
-            f"{source}"
+            else f"neither what its last decoder layer returns, nor the sum of it, is {source}"
         )
         raise UnsupportedModelError(f"{name}: {reason}; its states would be a guess.")
     if trace.layer_adds is not None and trace.layer_adds != (fitting[0] != "hidden"):
