@@ -28,6 +28,7 @@ def test_the_page_needs_nothing_else(comparison: Comparison, tmp_path: Path) -> 
     write_plot(comparison, page, "a <model>")
     text = page.read_text(encoding="utf-8")
     assert "a &lt;model&gt;" in text
+    assert "<model>" not in text
     assert not re.search(r"<script|<link|src=|url\(|@import|https?://", text)
     assert "shifted by +1" in text
     (svg,) = re.findall(r"<svg.*</svg>", text)

@@ -178,6 +178,7 @@ def test_compare_rows() -> None:
     assert errors[2] > 0.5
     assert int(nearest[2]) == 4
     assert float(ratios[2]) > 1e6
+    assert not (nearest == torch.arange(6)).any()
     assert float(errors.sum()) == float(errors[2])
     one = compare_rows(want[:1], want[:1])
     assert [float(x) for x in one] == [0.0, 0.0, 0.0]

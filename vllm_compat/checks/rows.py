@@ -270,8 +270,6 @@ def _compare_layer(
     candidates = torch.arange(len(mine))
     if len(mine) > _ALL_ROWS:
         candidates = (errors > _SUSPECT).nonzero().flatten()
-    # Rows that aren't finite have no distance to anything.
-    candidates = candidates[torch.isfinite(errors[candidates])]
     positions = torch.cat([torch.arange(n) for n in lengths])
     prompts = torch.repeat_interleave(torch.tensor(lengths))
     nearest, ratios = _nearest_others(

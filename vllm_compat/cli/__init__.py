@@ -15,13 +15,14 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import VllmCompatError
+from ..extract import command as extract
 from . import check, doctor, drift, estimate, run, verify
 from .console import Console
 from .errors import CommandError
 
 __all__ = ["main"]
 
-_COMMANDS = (run, doctor, verify, check, estimate, drift)
+_COMMANDS = (run, extract, doctor, verify, check, estimate, drift)
 
 _DESCRIPTION = """\
 Runs speculators' hidden-states generator, unmodified, on the vLLM that is installed.

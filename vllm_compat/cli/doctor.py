@@ -219,15 +219,17 @@ def _mismatch(owner: str, text: str) -> Iterator[Finding]:
         return
     if plain.contains(version.public, prereleases=True):
         return
-    binary = wanted.name in _COMPILED_TOGETHER
+    if owner in _COMPILED_TOGETHER:  # the version of torch is vLLM's to choose
+        advice = f"Install the {owner} that belongs to {wanted.name} {version.public}."
+    else:
+        advice = f"Install {wanted.name}{plain}."
     # Not a problem by itself: what an import says, further down, counts.
     yield Finding(
         "note",
         wanted.name,
         f"{owner} {metadata.version(owner)} was made for {wanted.name}{plain}; "
         f"{version} is installed.",
-        f"Install {wanted.name}{plain}"
-        + (": compiled code of one may not load with another." if binary else "."),
+        advice,
     )
 
 
@@ -446,7 +448,9 @@ def _show(diagnosis: Diagnosis, console: Console, everything: bool) -> None:
             console.line(f"  {'':<7}  {'':<{width}}  -> {finding.advice}")
     console.line()
     if diagnosis.works:
-        console.line("It works here.", style="green")
+        # Without the import only the files have been looked at.
+        verdict = "It works here." if diagnosis.states else "By its files it works here."
+        console.line(verdict, style="green")
     else:
         count = sum(f.level == "problem" for f in diagnosis.findings)
         console.line(f"It doesn't work here: {count} problem{'s'[: count != 1]}.", style="red")
