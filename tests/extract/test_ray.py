@@ -1,0 +1,170 @@
+"""Replicas on a real Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .support import BATCH, LAYERS, SAMPLES, Command, files
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def processes(name: str) -> list[int]:
+    """Process ids of this machine whose title begins so."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                title = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if title.startswith(name):
+                found.append(int(entry))
+    return found
+
+
+def descendants(root: int) -> set[int]:
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                stat = Path(f"/proc/{entry}/stat").read_text()
+            except OSError:
+                continue
+            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+    found = {root}
+    while more := {p for p, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def test_two_replicas_write_the_bytes_of_one(
+    command: Command, same_files: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """On a Ray of its own; one of the two actors is killed in between."""
+    output = tmp_path / "states"
+    run = command.start(output, "--replicas", 2)
+    run.wait_for_files(1)
+    actors = set(processes("ray::MapWorker")) & descendants(run.process.pid)
+    assert len(actors) == 2
+    os.kill(min(actors), signal.SIGKILL)
+    text = run.wait()
+    assert f"{SAMPLES} of {SAMPLES} samples" in text
+    same_files(output)
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in actors) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in actors)
+
+
+def test_the_driver_is_killed_and_the_run_goes_on_with_another_number_of_replicas(
+    command: Command, same_files: Callable[[Path], None], tmp_path: Path
+) -> None:
+    output = tmp_path / "states"
+    run = command.start(output, "--replicas", 2)
+    run.wait_for_files(5)
+    tree = descendants(run.process.pid)
+    run.kill(signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while (left := {p for p in tree if alive(p)}) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left  # its Ray, actors and vLLM's workers went with it
+    there = files(output)
+    assert 5 <= len(there) < SAMPLES
+    text = command.start(output).wait()
+    assert re.search(rf"\d+ of {SAMPLES} samples are done already", text)
+    assert there.items() <= files(output).items()
+    same_files(output)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "object_store_memory": 100 << 20},
+    )
+    cluster.doomed = cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_a_node_is_lost_in_mid_run(
+    command: Command, same_files: Callable[[Path], None], two_nodes: Any, tmp_path: Path
+) -> None:
+    output = tmp_path / "states"
+    run = command.start(output, "--replicas", 2, "--address", two_nodes.address)
+    run.wait_for_files(BATCH + 1)
+    two_nodes.remove_node(two_nodes.doomed, allow_graceful=False)
+    before = len(files(output))
+    assert before < SAMPLES
+    text = run.wait()
+    assert f"{SAMPLES} of {SAMPLES} samples" in text
+    same_files(output)
+
+
+def test_a_replica_that_can_not_be_made_is_told(command: Command, tmp_path: Path) -> None:
+    text = command.start(tmp_path / "states", "--replicas", 2, "--layers", 70).wait(status=1)
+    assert "Layer index 70 out of bounds [0, 6]" in text
+    assert files(tmp_path / "states") == {}
+
+
+def test_states_as_a_column(command: Command, undisturbed: Path) -> None:
+    """The class itself in a user's own pipeline of Ray Data."""
+    from vllm_compat.extract import HiddenStates
+
+    ray.init(
+        address="local", num_cpus=1, object_store_memory=200 << 20, include_dashboard=False
+    )
+    try:
+        first = [torch.load(undisturbed / f"data_{i}.pt") for i in range(BATCH)]
+        rows = [
+            {"key": f"s{i}", "input_ids": d["input_ids"].numpy()} for i, d in enumerate(first)
+        ]
+        rows.append({"key": "empty", "input_ids": first[0]["input_ids"].numpy()[:0]})
+        found = (
+            ray.data.from_items(rows, override_num_blocks=1)
+            .map_batches(
+                HiddenStates,
+                fn_constructor_kwargs={
+                    "model": str(command.checkpoint),
+                    "layer_ids": list(LAYERS),
+                    "max_model_len": 1024,
+                    "bits": True,
+                },
+                batch_size=None,
+                num_cpus=1,
+                compute=ray.data.ActorPoolStrategy(size=1),
+            )
+            .take_all()
+        )
+    finally:
+        ray.shutdown()
+    by_key = {row["key"]: row for row in found}
+    assert by_key["empty"]["error"] == "The sample is empty."
+    assert by_key["empty"]["hidden_states"].shape[:2] == (len(LAYERS), 0)
+    for index, data in enumerate(first):
+        row = by_key[f"s{index}"]
+        assert row["error"] == ""
+        states = torch.from_numpy(row["hidden_states"].copy()).view(torch.bfloat16)
+        assert torch.equal(states, torch.stack(data["hidden_states"]))
+        assert row["input_ids"].tolist() == data["input_ids"].tolist()

@@ -1,0 +1,55 @@
+"""Conversations to files of hidden states, with one generator or many.
+
+``extract`` is the command's whole work as a function. ``HiddenStates`` and ``StateFiles`` are
+classes for Ray Data's ``map_batches``: one actor, one generator. Importing this package imports
+neither torch, vLLM, speculators nor Ray.
+
+    job        what is asked for, and what it is compared with when a run goes on
+    samples    the conversations, prepared by speculators
+    replica    one generator: batches in, states out, and who failed
+    files      data_{i}.pt, whole or not at all
+    manifest   what is there, and what it was made with
+    cores      which CPU cores a replica takes
+    actors     replicas as Ray Data's actors
+    run        all of it together
+    command    vllm-compat extract
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import DiskError, ExtractError, OutputConflictError, ReplicaError
+
+if TYPE_CHECKING:
+    from .actors import HiddenStates, StateFiles
+    from .job import Job
+    from .run import Summary, extract
+
+__all__ = [
+    "DiskError",
+    "ExtractError",
+    "HiddenStates",
+    "Job",
+    "OutputConflictError",
+    "ReplicaError",
+    "StateFiles",
+    "Summary",
+    "extract",
+]
+
+_LATE = {
+    "HiddenStates": "actors",
+    "StateFiles": "actors",
+    "Job": "job",
+    "Summary": "run",
+    "extract": "run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_LATE[name]}", __name__), name)

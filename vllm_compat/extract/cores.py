@@ -1,0 +1,95 @@
+"""Which CPU cores a replica takes.
+
+Replicas on one machine know nothing of each other: Ray counts cores, but doesn't say which.
+Each core has a file; whoever holds the lock on it has the core. The kernel gives a lock back
+when its owner dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["Cores", "bound"]
+
+_WAIT = 5.0  # seconds for a replica that died to be gone
+
+
+class Cores:
+    """Cores that nobody else of this user's replicas has.
+
+    Args:
+        count: how many.
+        wait: seconds to wait for them.
+
+    Attributes:
+        ids: the cores; empty if there weren't as many free.
+    """
+
+    def __init__(self, count: int, wait: float = _WAIT) -> None:
+        self._fds: list[int] = []
+        self.ids: list[int] = []
+        deadline = time.monotonic() + wait
+        while not self._claim(count) and time.monotonic() < deadline:
+            time.sleep(0.2)
+
+    def _claim(self, count: int) -> bool:
+        allowed = sorted(os.sched_getaffinity(0))
+        if len(allowed) < count:
+            return True  # there never will be enough
+        folder = Path(tempfile.gettempdir()) / f"vllm-compat-cores-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for core in allowed:
+            fd = os.open(folder / str(core), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            self._fds.append(fd)
+            self.ids.append(core)
+            if len(self.ids) == count:
+                return True
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Gives them back."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds, self.ids = [], []
+
+
+@contextlib.contextmanager
+def bound(cores: list[int], workers: int, count: int) -> Iterator[None]:
+    """vLLM's settings for CPU workers, while a generator is made.
+
+    Args:
+        cores: to bind to; empty: don't bind, share what is there.
+        workers: of this generator (tensor parallel size).
+        count: threads of all workers together.
+    """
+    if cores:
+        share = max(1, len(cores) // workers)
+        binding = "|".join(
+            ",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(workers)
+        )
+    else:
+        binding = "nobind"
+    threads = str(max(1, count // workers))
+    settings = {"VLLM_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": threads}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
