@@ -55,7 +55,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``apply()`` did, or what ``status()`` found. Prints as a table."""
+    """What ``apply()`` did, or what ``status()`` found. Prints as a table.
+
+    ``report["scheduler"]`` is the entry of that patch.
+
+    Attributes:
+        environment: what is installed.
+        entries: one for each patch, in the order in which they are applied.
+        notes: sentences on what is out of the ordinary: a version that was not tested, a
+            probe that disagrees with the version number, another library's replacement.
+        workers: from ``status()``: what each worker of each live generator says of itself.
+    """
 
     environment: Environment
     entries: tuple[Entry, ...]

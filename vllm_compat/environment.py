@@ -65,7 +65,16 @@ class Package:
 
 @dataclass(frozen=True)
 class Environment:
-    """What vllm-compat works with. Packages that are missing are None."""
+    """What vllm-compat works with.
+
+    Attributes:
+        vllm: None if it is missing, like the other three.
+        speculators: the package that has the generator.
+        torch: as imported by both.
+        transformers: as imported by both.
+        python: version of the interpreter.
+        platform: operating system and processor.
+    """
 
     vllm: Package | None
     speculators: Package | None

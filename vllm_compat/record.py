@@ -80,7 +80,14 @@ class Patch:
     discards: tuple[str, ...] = ()
 
     def expected(self, environment: Environment) -> bool | None:
-        """What the release numbers say; None where a version says nothing."""
+        """What the release numbers say.
+
+        Args:
+            environment: what is installed.
+
+        Returns:
+            Whether the patch is needed there; None where a version says nothing.
+        """
         verdicts = [
             _within(specifier, package)
             for specifier, package in (
@@ -96,7 +103,12 @@ class Patch:
     def required_symbols(self, environment: Environment) -> tuple[Symbol, ...]:
         """The symbols that have to be there on this vLLM.
 
-        One with ``since`` can't be asked of a build whose version says nothing.
+        Args:
+            environment: what is installed.
+
+        Returns:
+            Those of ``relies_on`` whose ``since`` fits; one with ``since`` can't be asked of
+            a build whose version says nothing.
         """
         return tuple(s for s in self.relies_on if _within(s.since, environment.vllm))
 

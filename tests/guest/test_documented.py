@@ -1,0 +1,95 @@
+"""The public API says of itself what a user has to know."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vllm_compat
+from vllm_compat import activation, patches, starting
+
+DOCS = Path(__file__).parents[2] / "docs" / "guest.md"
+
+
+def public() -> dict[str, Any]:
+    found = {name: getattr(vllm_compat, name) for name in vllm_compat.__all__}
+    for name, value in list(found.items()):
+        if inspect.isclass(value):
+            found |= {
+                f"{name}.{attribute}": member
+                for attribute, member in vars(value).items()
+                if not attribute.startswith("_")
+                and (inspect.isfunction(member) or isinstance(member, property))
+            }
+    return found
+
+
+@pytest.mark.parametrize("name", public())
+def test_has_a_docstring(name: str) -> None:
+    doc = inspect.getdoc(public()[name])
+    assert doc
+    assert not doc.startswith(f"{name.split('.')[-1]}(")  # what dataclasses write by themselves
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, v in public().items() if inspect.isfunction(inspect.unwrap(v))]
+)
+def test_every_parameter_is_explained(name: str) -> None:
+    function = inspect.unwrap(public()[name])
+    doc = inspect.getdoc(function) or ""
+    parameters = [p for p in inspect.signature(function).parameters if p != "self"]
+    for parameter in parameters:
+        assert re.search(rf"^    {parameter}: ", doc, re.MULTILINE), parameter
+    explained = re.search(r"^(Returns|Yields):|^[A-Z]", doc, re.MULTILINE)
+    assert explained
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, v in public().items() if dataclasses.is_dataclass(v)]
+)
+def test_every_field_is_explained(name: str) -> None:
+    doc = inspect.getdoc(public()[name]) or ""
+    for field in dataclasses.fields(public()[name]):
+        assert re.search(rf"^    {field.name}: ", doc, re.MULTILINE), field.name
+
+
+def test_everything_is_annotated() -> None:
+    for name, value in public().items():
+        function = inspect.unwrap(value)
+        if inspect.isfunction(function):
+            signature = inspect.signature(function)
+            assert signature.return_annotation is not signature.empty, name
+            for parameter in signature.parameters.values():
+                assert parameter.name == "self" or parameter.annotation, name
+
+
+def test_every_variable_that_is_read_is_in_the_documentation() -> None:
+    folders = [Path(str(p.__file__)).parent for p in (vllm_compat, patches)]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    read = {
+        name
+        for file in files
+        for name in re.findall(r"[\"'](VLLM_COMPAT_[A-Z]+)[\"']", file.read_text())
+    }
+    assert "VLLM_COMPAT_DISABLE" in read
+    text = DOCS.read_text()
+    assert [name for name in sorted(read) if f"`{name}`" not in text] == []
+
+
+def test_every_seam_is_in_the_documentation() -> None:
+    text = DOCS.read_text()
+    seams = {
+        seam.partition(":")[2] for patch in activation.registry() for seam in patch.replaces
+    }
+    assert [name for name in sorted(seams) if f"`{name}`" not in text] == []
+
+
+def test_every_variable_that_is_set_is_in_the_documentation() -> None:
+    text = DOCS.read_text()
+    for name in (starting._START_METHOD, starting._BIND, "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        assert f"`{name}`" in text
