@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import multiprocessing
 import os
 import queue
 import sys
@@ -25,7 +26,13 @@ from typing import Any, TypeVar
 
 from .arena import Arena, Copier
 from .batch import Batch
-from .errors import CaptureError, EngineDeadError, UnsupportedModelError, VllmCompatError
+from .errors import (
+    CaptureError,
+    EngineDeadError,
+    UnsupportedEnvironmentError,
+    UnsupportedModelError,
+    VllmCompatError,
+)
 from .transport.messages import Closed, Kind, Message
 from .transport.shared import Offer, Ring, Unavailable
 
@@ -146,6 +153,7 @@ class Engine:
         for reply in replies:
             if "refused" in reply:
                 raise UnsupportedModelError(reply["refused"])
+            _check_same(reply)
         self.description = replies[0]
         reason = "transport 'rpc' was asked for"
         if transport != "rpc":
@@ -226,8 +234,7 @@ class Engine:
             self.check_alive()
             if time.monotonic() > deadline:
                 raise CaptureError(
-                    f"The last rows did not come within {_LAST_ROWS:.0f} s. "
-                    f"{_first_gap(batch)}"
+                    f"The last rows did not come within {_LAST_ROWS:.0f} s. {_first_gap(batch)}"
                 )
 
     def _compute(self, batch: Batch, scheduler_output: Any) -> None:
@@ -525,6 +532,20 @@ class _Reader:
             batch.fail(error)
 
 
+def _check_same(worker: dict[str, Any]) -> None:
+    """A worker on another machine (Ray) may have other packages than this process."""
+    import vllm
+
+    from . import __version__
+
+    for name, here in (("vllm", vllm.__version__), ("vllm-compat", __version__)):
+        if worker[name] != here:
+            raise UnsupportedEnvironmentError(
+                f"Worker {worker['rank']} has {name} {worker[name]}, and this process has "
+                f"{name} {here}: install the same on all machines."
+            )
+
+
 def _starved(batch: Batch, pending: set[str], vllm_config: Any) -> str:
     index = min(batch.sequence(request_id) for request_id in pending)
     blocks = vllm_config.cache_config.num_gpu_blocks
@@ -554,14 +575,32 @@ def process_settings_kept() -> Iterator[None]:
     """
     import torch
 
-    before, threads = dict(os.environ), torch.get_num_threads()
+    before, threads = _written_by_vllm(), torch.get_num_threads()
+    method = multiprocessing.get_start_method(allow_none=True)
     try:
         yield
     finally:
-        for name in set(os.environ) - set(before):
+        default = multiprocessing.get_all_start_methods()[0]
+        if method is None and multiprocessing.get_start_method(allow_none=True) == default:
+            # Nobody chose it; spawning settles it, and set_start_method() would be refused.
+            multiprocessing.set_start_method(None, force=True)
+        now = _written_by_vllm()
+        for name in set(now) - set(before):
             del os.environ[name]
         for name, value in before.items():
-            if os.environ.get(name) != value:
+            if now.get(name) != value:
                 os.environ[name] = value
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+# Other threads may set variables meanwhile, and theirs are to stay. All that vLLM writes, in
+# its platforms and executors, begins like this.
+_WRITES = (
+    "CCL_", "CUDA_", "HIP_", "IGC_", "KMP_", "LD_PRELOAD", "LOCAL_", "NCCL_", "NUMEXPR_",
+    "OMP_", "PROMETHEUS_", "PYTORCH_", "RAY_", "TORCHINDUCTOR_", "TRITON_", "UCX_", "VLLM_",
+)  # fmt: skip
+
+
+def _written_by_vllm() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_WRITES)}

@@ -151,6 +151,18 @@ class TestUntested:
             assert activation.is_active()
 
 
+@pytest.mark.parametrize("name", ["vllm", "vllm-compat"])
+def test_a_worker_with_other_packages(name: str) -> None:
+    """As on another machine of a Ray cluster; the reply is made up, for want of one."""
+    vllm = pytest.importorskip("vllm")
+    from vllm_compat.engine import _check_same
+
+    same = {"rank": 3, "vllm": vllm.__version__, "vllm-compat": vllm_compat.__version__}
+    _check_same(same)
+    with pytest.raises(UnsupportedEnvironmentError, match=rf"Worker 3 has {name} 0\.0"):
+        _check_same({**same, name: "0.0"})
+
+
 # -- a process that only imports it ---------------------------------------------------------
 
 IMPORT = """

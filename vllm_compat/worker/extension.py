@@ -170,6 +170,8 @@ class CaptureExtension:
         """What this worker runs; plain values."""
         import vllm
 
+        from .. import __version__
+
         state = getattr(self, "_vllm_compat", None)
         if state is None or state.capture is None:
             return {"rank": self.rank, "pid": os.getpid(), "capture": "not set up"}
@@ -178,6 +180,7 @@ class CaptureExtension:
             "rank": self.rank,
             "pid": os.getpid(),
             "vllm": vllm.__version__,
+            "vllm-compat": __version__,
             "device": str(self.model_runner.device),
             "runner": type(self.model_runner).__module__,
             "model": state.model,
