@@ -4,8 +4,9 @@
 
 Sets up the environment if it isn't there. Then ruff; the distributions are built, and
 mypy checks the wheel's content, which is laid out as users get it (patches/ is
-vllm_compat.patches there); the documentation is built; then pytest, with the tests that start real engines. The
-options go to pytest: ``-m "not engine"`` leaves out the engines, ``-k NAME`` picks.
+vllm_compat.patches there); the documentation is built; then pytest, with the tests that
+start real engines. The options go to pytest: ``-m "not engine"`` leaves out the engines,
+``-k NAME`` picks.
 """
 
 from __future__ import annotations
