@@ -36,6 +36,8 @@ A first look, in this order:
   vllm-compat run data_generation_offline.py --target-model-path MODEL ...
                                              the script, as it is
   vllm-compat check DIR                      is everything there and sound?
+  vllm-compat extract --model MODEL --data DATA --output DIR --replicas N
+                                             conversations to files, with several generators
 """
 
 _EPILOG = """\
