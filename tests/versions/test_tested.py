@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def test_every_minor_is_there() -> None:
     minors = list(newest.values())
     done = {v: {s for s in ("0.3", "0.4") if (v, s) in known} for v in minors}
     assert [v for v in minors if not done[v]] == []
-    neighbours = zip(minors, minors[1:], strict=False)
+    neighbours = itertools.pairwise(minors)
     assert [(a, b) for a, b in neighbours if done[a] | done[b] != {"0.3", "0.4"}] == []
 
 
