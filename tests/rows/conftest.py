@@ -57,6 +57,7 @@ FAMILIES = {
             Gemma2Config,
             sliding_window=WINDOW,
             query_pre_attn_scalar=32,
+            hidden_act="gelu_pytorch_tanh",  # vLLM reads this name, transformers another
             attn_implementation="eager",
         ),
         Gemma2ForCausalLM,

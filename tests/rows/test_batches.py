@@ -193,36 +193,36 @@ def test_hundreds_of_calls(subject: Subject) -> None:
             "worker's descriptors": len(os.listdir(f"/proc/{pid}/fd")),
             "threads": threading.active_count(),
             "worker's threads": len(os.listdir(f"/proc/{pid}/task")),
-            "worker's requests": subject.in_worker(lambda w: len(w.model_runner.requests)),
         }
+
+    def requests() -> int:
+        """In the worker: vLLM tells it of a finished request with the step after."""
+        return int(subject.in_worker(lambda w: len(w.model_runner.requests)))
 
     source = random.Random(4)
     batches = [
         [prompt(source.randint(1, 50), source.randrange(10**6)) for _ in range(3)]
-        for _ in range(300)
+        for _ in range(50)
     ]
-    for batch in batches[:50]:
+    # The same ones again and again: oneDNN keeps a kernel for each shape that it has met.
+    for batch in batches:
         subject.generator.generate(batch)
     before = held()
     processes = ["self", subject.worker.pid]
     memory = [resident(p) for p in processes]
-    for batch in batches[50:]:
+    for batch in batches * 5:
         subject.generator.generate(batch)
     assert held() == before
+    assert requests() <= 3
     grown = [resident(p) - then for p, then in zip(processes, memory, strict=True)]
     assert max(grown) < 20_000, f"{grown} KiB in 250 calls"
     subject.check(batches[0])
 
 
-def test_rows_travel_with_replies_too(build: Build) -> None:
+def test_rows_travel_with_replies_too(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the worker can't reach this process's memory."""
-    from vllm_compat import activation
-
-    options, activation._STATE.options = activation._STATE.options, activation.Options("rpc")
-    try:
-        subject = build(max_model_len=MAX_LEN, budget=BUDGET, max_num_seqs=SEQUENCES)
-    finally:
-        activation._STATE.options = options
+    monkeypatch.setenv("VLLM_COMPAT_TRANSPORT", "rpc")
+    subject = build(max_model_len=MAX_LEN, budget=BUDGET, max_num_seqs=SEQUENCES)
     assert subject.engine.description["transport"] == "none"
     assert subject.engine._reader is None
     subject.check([prompt(1 + 13 * i, i) for i in range(25)])
