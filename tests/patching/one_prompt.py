@@ -1,6 +1,6 @@
 """Runs the generator on a checkpoint; prints OK if its states are transformers'.
 
-    python one_prompt.py CHECKPOINT [prefix-caching]
+    python one_prompt.py CHECKPOINT [prefix-caching] [fork]
 
 A script of its own, because what it runs with (VLLM_COMPAT_SKIP, the package's place on
 sys.path) is decided before Python starts.
@@ -27,6 +27,15 @@ def force_prefix_caching() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
+def force_fork() -> None:
+    """Workers are forked, as vLLM does it on a GPU; on a CPU it insists on spawn."""
+    import multiprocessing
+
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 def main() -> None:
     import vllm_compat
 
@@ -34,6 +43,8 @@ def main() -> None:
     print("package:", vllm_compat.__file__)
     if "prefix-caching" in sys.argv[2:]:
         force_prefix_caching()
+    if "fork" in sys.argv[2:]:
+        force_fork()
     import torch
     from speculators.data_generation.vllm_hidden_states_generator import (
         VllmHiddenStatesGenerator,

@@ -58,6 +58,11 @@ def test_with_all_of_them_it_runs(one_prompt: Run, checkpoint: Path) -> None:
     assert "\nOK\n" in done.stdout, done.stderr[-3000:]
 
 
+def test_in_forked_workers_too(one_prompt: Run, checkpoint: Path) -> None:
+    done = one_prompt(checkpoint, "fork")
+    assert "\nOK\n" in done.stdout, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("name", sorted(WITHOUT))
 def test_without_it_fails(name: str, one_prompt: Run, checkpoint: Path) -> None:
     done = one_prompt(checkpoint, VLLM_COMPAT_SKIP=name)
