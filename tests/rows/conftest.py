@@ -142,7 +142,8 @@ class Subject:
             self.in_worker(remove)
 
     def close(self) -> None:
-        self.generator.executor.shutdown()
+        if hasattr(self, "generator"):  # some tests delete it
+            self.generator.executor.shutdown()
 
 
 def error_of(state: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
