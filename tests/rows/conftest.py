@@ -37,6 +37,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 ROW_TOLERANCE = 0.05
 
 WINDOW = 32
+BUDGET, SEQUENCES, MAX_LEN = 64, 8, 512
+"""Tokens of a scheduler step, sequences at the same time, tokens of a prompt and one more."""
 
 FAMILIES = {
     # Layer ids: not sorted, one twice, the last among them.
@@ -75,6 +77,11 @@ class Subject:
         self.generator = generator
         self.reference = reference
         self.layer_ids = tuple(layer_ids)
+
+    def know(self, *prompts: Sequence[int]) -> None:
+        """Asks transformers now: its model is not made for several threads."""
+        for ids in prompts:
+            self.reference(ids)
 
     def check(self, batch: Any, expected: Sequence[Sequence[int]] | None = None) -> list[Any]:
         """Generates, and compares every row with transformers.
@@ -171,7 +178,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def applied() -> Iterator[Any]:
     with vllm_compat.applied() as report:
         yield report
@@ -180,7 +187,7 @@ def applied() -> Iterator[Any]:
 Build = Callable[..., Subject]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def build(applied: Any, checkpoints: Checkpoints) -> Iterator[Build]:
     """Makes generators; ends those that are left."""
     made: list[Subject] = []
@@ -197,12 +204,18 @@ def build(applied: Any, checkpoints: Checkpoints) -> Iterator[Build]:
         subject.close()
 
 
+@pytest.fixture(scope="package")
+def shared(build: Build) -> Subject:
+    """One engine for all that an engine survives: each test so also finds what another left."""
+    return build()
+
+
 def generator_of(
     folder: Path,
     *,
-    max_model_len: int = 512,
-    budget: int = 64,
-    max_num_seqs: int = 8,
+    max_model_len: int = MAX_LEN,
+    budget: int = BUDGET,
+    max_num_seqs: int = SEQUENCES,
     blocks: int | None = None,
     layer_ids: list[int] | None = None,
     **arguments: Any,

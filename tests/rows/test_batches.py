@@ -16,16 +16,14 @@ from conformance.models import VOCABULARY, prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from .conftest import ROW_TOLERANCE, Build, Subject, error_of
+from .conftest import BUDGET, MAX_LEN, ROW_TOLERANCE, SEQUENCES, Build, Subject, error_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
-BUDGET, SEQUENCES, MAX_LEN = 64, 8, 512
 
-
-@pytest.fixture(scope="module")
-def subject(build: Build) -> Subject:
-    return build(max_model_len=MAX_LEN, budget=BUDGET, max_num_seqs=SEQUENCES)
+@pytest.fixture
+def subject(shared: Subject) -> Subject:
+    return shared
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +220,7 @@ def test_hundreds_of_calls(subject: Subject) -> None:
 def test_rows_travel_with_replies_too(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the worker can't reach this process's memory."""
     monkeypatch.setenv("VLLM_COMPAT_TRANSPORT", "rpc")
-    subject = build(max_model_len=MAX_LEN, budget=BUDGET, max_num_seqs=SEQUENCES)
+    subject = build()
     assert subject.engine.description["transport"] == "none"
     assert subject.engine._reader is None
     subject.check([prompt(1 + 13 * i, i) for i in range(25)])

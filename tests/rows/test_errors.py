@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,13 +16,13 @@ from conformance.models import VOCABULARY, prompt
 
 import vllm_compat
 
-from .conftest import Build, Checkpoints, Subject, children, error_of, generator_of, wait_until
+from .conftest import Checkpoints, Subject, children, error_of, generator_of, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
+def no_process_is_left(shared: Subject) -> Iterator[None]:
     before = children()
     yield
     assert wait_until(lambda: children() <= before), f"left: {children() - before}"
@@ -141,18 +142,21 @@ def test_nan_for_one_token(folder: Path, checkpoints: Checkpoints, tmp_path: Pat
     change_weights(broken, change)
     reference = checkpoints("llama")[1]
     subject = Subject(generator_of(broken, layer_ids=[2, 0, 3, 2]), reference, [2, 0, 3, 2])
-    clean = [[t for t in prompt(100, s) if t != bad] for s in range(3)]
-    subject.check(clean)
-    dirty = [*clean[:2], [1, 2, 3, 4, 5, bad, 6, bad], clean[2]]
-    for _ in range(3):
-        # Of which position depends on the attention kernel: zero times NaN is NaN, also for
-        # the positions before, which the mask hides it from.
-        with pytest.raises(
-            vllm_compat.CaptureError, match=r"Sequence 2, layer 0, position [0-5]: .*not finite"
-        ):
-            subject.generator.generate(dirty)
+    try:
+        clean = [[t for t in prompt(100, s) if t != bad] for s in range(3)]
         subject.check(clean)
-    subject.close()
+        dirty = [*clean[:2], [1, 2, 3, 4, 5, bad, 6, bad], clean[2]]
+        for _ in range(3):
+            # Of which position depends on the attention kernel: zero times NaN is NaN, also for
+            # the positions before, which the mask hides it from.
+            with pytest.raises(
+                vllm_compat.CaptureError,
+                match=r"Sequence 2, layer 0, position [0-5]: .*not finite",
+            ):
+                subject.generator.generate(dirty)
+            subject.check(clean)
+    finally:
+        subject.close()
 
 
 def test_infinity_from_overflow(folder: Path, tmp_path: Path) -> None:
@@ -173,60 +177,65 @@ def test_infinity_from_overflow(folder: Path, tmp_path: Path) -> None:
 # -- the worker's own account ------------------------------------------------------------------
 
 
-def test_a_runner_that_names_its_rows_wrongly(build: Build) -> None:
-    """Two sequences of one length, exchanged in the worker: only token ids tell."""
-    subject = build()
-    batch = [prompt(20, 1), prompt(20, 2), prompt(7, 3)]
-    subject.check(batch)
-
-    def exchange(worker: Any) -> None:
-        state = worker.worker._vllm_compat
-        order = state._batch
-        worker.worker.order = order
-        state._batch = lambda: [order()[1], order()[0], *order()[2:]]
-
-    def put_back(worker: Any) -> None:
-        worker.worker._vllm_compat._batch = worker.worker.order
-
-    subject.in_worker(exchange)
-    with pytest.raises(
-        vllm_compat.CaptureError, match=r"Sequence \d, position \d+: the model was given token"
-    ):
-        subject.generator.generate(batch)
-    subject.in_worker(put_back)
-    subject.check(batch)
-    subject.close()
-
-
-def test_a_runner_that_computes_something_else(build: Build) -> None:
-    """Of other lengths: the positions tell."""
-    subject = build()
-    batch = [prompt(20, 1), prompt(11, 2)]
+@contextlib.contextmanager
+def other_segments(subject: Subject, change: Any) -> Iterator[None]:
+    """In the worker: another account of the rows than that of the runner's batch."""
 
     def lie(worker: Any) -> None:
-        state = worker.worker._vllm_compat
-        worker.worker.segments = state.segments
-        worker.worker._vllm_compat.capture._batch = lambda: state.segments()[::-1]
+        capture = worker.worker._vllm_compat.capture
+        worker.worker.honest = honest = capture._batch
+        capture._batch = lambda: change(honest())
+
+    def stop(worker: Any) -> None:
+        worker.worker._vllm_compat.capture._batch = worker.worker.honest
 
     subject.in_worker(lie)
-    with pytest.raises(
-        vllm_compat.CaptureError, match=r"Sequence \d, position \d+: the model was given"
+    yield
+    subject.in_worker(stop)
+
+
+def test_a_runner_that_names_its_rows_wrongly(shared: Subject) -> None:
+    """Two sequences of one length, exchanged in the worker: only token ids tell."""
+    batch = [prompt(20, 1), prompt(20, 2), prompt(7, 3)]
+
+    def exchanged(segments: Any) -> Any:
+        a, b, *others = segments
+        return [
+            type(a)(b.request_id, a.start, a.count),
+            type(a)(a.request_id, b.start, b.count),
+            *others,
+        ]
+
+    with (
+        other_segments(shared, exchanged),
+        pytest.raises(
+            vllm_compat.CaptureError,
+            match=r"Sequence \d, position 0: the model was given token",
+        ),
     ):
-        subject.generator.generate(batch)
-    subject.close()
+        shared.generator.generate(batch)
+    shared.check(batch)
 
 
-def test_a_row_off_by_rounding_is_no_error(build: Build) -> None:
-    """The tolerance of this suite tells bf16 noise from another token's row."""
-    subject = build()
-    (result,) = subject.generator.generate([prompt(40, 1)])
-    state, right = result["hidden_states"][0], subject.reference(prompt(40, 1))[0]
+def test_a_runner_that_computes_something_else(shared: Subject) -> None:
+    """Of other lengths: the positions tell."""
+    batch = [prompt(20, 1), prompt(11, 2)]
+    with (
+        other_segments(shared, lambda segments: segments[::-1]),
+        pytest.raises(
+            vllm_compat.CaptureError, match=r"Sequence \d, position \d+: the model was given"
+        ),
+    ):
+        shared.generator.generate(batch)
+    shared.check(batch)
+
+
+def test_the_tolerance_tells_noise_from_another_row(shared: Subject) -> None:
+    (result,) = shared.generator.generate([prompt(40, 1)])
+    state, right = result["hidden_states"][0], shared.reference(prompt(40, 1))[0]
     assert error_of(state, right).max() < 0.02
     assert error_of(state.roll(1, 0), right).min() > 0.3
-    subject.close()
 
 
-def test_ids_at_the_edge_of_the_vocabulary(build: Build) -> None:
-    subject = build()
-    subject.check([[0, VOCABULARY - 1, 0], [VOCABULARY - 1]])
-    subject.close()
+def test_ids_at_the_edge_of_the_vocabulary(shared: Subject) -> None:
+    shared.check([[0, VOCABULARY - 1, 0], [VOCABULARY - 1]])

@@ -12,7 +12,9 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +44,6 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     left = [t for t in threading.enumerate() if t.name.startswith("test-")]
     assert not left
-
-
-@pytest.fixture(scope="module")
-def shared(build: Build) -> Subject:
-    """For faults that a generator survives."""
-    return build()
 
 
 # -- exceptions in the worker ------------------------------------------------------------------
@@ -241,11 +237,43 @@ def folder(checkpoints: Checkpoints) -> Path:
     return checkpoints("llama")[0]
 
 
-def test_an_interrupt_of_the_whole_process_group(folder: Path, tmp_path: Path) -> None:
-    """Ctrl-C on a terminal reaches the workers too: the generator works on."""
+def test_the_life_of_a_script(folder: Path, tmp_path: Path) -> None:
+    """revert(), a fork, a Ctrl-C on its terminal, and an end with a generator in a global."""
     body = """
+        global kept
+        kept = generator
         batch = [[i % 500 for i in range(s, s + 60)] for s in range(5)]
         first = generator.generate(batch)
+
+        bound = generator.generate
+        vllm_compat.revert()
+        for call in (generator.generate, bound):
+            try:
+                call(batch)
+            except vllm_compat.EngineDeadError as error:
+                assert "have been reverted" in str(error), error
+            else:
+                raise SystemExit("no error after revert()")
+        assert not generator.executor._session.engine.scheduler.requests
+        vllm_compat.apply()
+        generator.generate(batch)
+        print("reverted", flush=True)
+
+        # A data loader's worker: it can't use the generator, and does it no harm.
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                generator.generate(batch)
+            except vllm_compat.EngineDeadError as error:
+                code = 0 if "fork" in str(error) else 2
+            generator.executor.shutdown()
+            del generator
+            os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        generator.generate(batch)
+        print("forked", flush=True)
+
         generator.executor.collective_rpc(slow)
         print("ready", flush=True)
         try:
@@ -258,19 +286,29 @@ def test_an_interrupt_of_the_whole_process_group(folder: Path, tmp_path: Path) -
             assert (a["input_ids"] == b["input_ids"]).all()
             for x, y in zip(a["hidden_states"], b["hidden_states"]):
                 assert (x - y).float().norm() < 0.02 * x.float().norm()
+
+        try:
+            generator.generate([[1, 10**9]])
+        except ValueError as error:
+            global kept_error
+            kept_error = error
         print("right", flush=True)
     """
     with script(folder, tmp_path, body) as (process, worker):
+        told(process, "reverted")
+        told(process, "forked")
         told(process, "ready")
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         told(process, "interrupted")
         told(process, "right")
         assert process.wait(60) == 0, (tmp_path / "errors").read_text()[-3000:]
-        assert wait_until(lambda: not is_running(worker))
+        assert wait_until(lambda: not is_running(worker)), "the worker outlives its driver"
 
 
-@pytest.mark.parametrize("when", ["in mid-batch", "between calls"])
+@pytest.mark.parametrize(
+    "when", ["in mid-batch", pytest.param("between calls", marks=pytest.mark.slow)]
+)
 def test_the_users_process_is_killed(folder: Path, tmp_path: Path, when: str) -> None:
     """Its workers end too, and the memory with them."""
     body = """
@@ -290,73 +328,6 @@ def test_the_users_process_is_killed(folder: Path, tmp_path: Path, when: str) ->
         assert wait_until(lambda: not is_running(worker)), "the worker outlives its driver"
 
 
-def test_the_script_ends_without_deleting(folder: Path, tmp_path: Path) -> None:
-    """Also with a generator in a global, and one batch cut off by an exception."""
-    body = """
-        global kept
-        kept = generator
-        try:
-            generator.generate([[1, 10**9]])
-        except ValueError as error:
-            kept_error = error
-        generator.generate([[1, 2, 3]])
-        print("done", flush=True)
-    """
-    with script(folder, tmp_path, body) as (process, worker):
-        told(process, "done")
-        begun = time.monotonic()
-        assert process.wait(60) == 0, (tmp_path / "errors").read_text()[-3000:]
-        assert time.monotonic() - begun < 30
-        assert wait_until(lambda: not is_running(worker))
-
-
-def test_reverted_while_a_generator_lives(folder: Path, tmp_path: Path) -> None:
-    body = """
-        batch = [[1, 2, 3], [4, 5]]
-        generator.generate(batch)
-        bound = generator.generate
-        vllm_compat.revert()
-        for call in (generator.generate, bound):
-            try:
-                call(batch)
-            except vllm_compat.EngineDeadError as error:
-                assert "have been reverted" in str(error), error
-            else:
-                raise SystemExit("no error")
-        engine = generator.executor._session.engine
-        assert not engine.scheduler.requests
-        vllm_compat.apply()
-        assert [r["input_ids"].tolist() for r in generator.generate(batch)] == batch
-        print("right", flush=True)
-    """
-    with script(folder, tmp_path, body) as (process, _):
-        told(process, "right")
-        assert process.wait(60) == 0, (tmp_path / "errors").read_text()[-3000:]
-
-
-def test_a_fork_of_the_users_process(folder: Path, tmp_path: Path) -> None:
-    """A data loader's worker: it can't use the generator, and does it no harm."""
-    body = """
-        generator.generate([[1, 2, 3]])
-        pid = os.fork()
-        if not pid:
-            code = 1
-            try:
-                generator.generate([[1, 2, 3]])
-            except vllm_compat.EngineDeadError as error:
-                code = 0 if "fork" in str(error) else 2
-            generator.executor.shutdown()
-            del generator
-            os._exit(code)
-        assert os.waitpid(pid, 0)[1] == 0
-        generator.generate([[1, 2, 3]])
-        print("right", flush=True)
-    """
-    with script(folder, tmp_path, body) as (process, _):
-        told(process, "right")
-        assert process.wait(60) == 0, (tmp_path / "errors").read_text()[-3000:]
-
-
 # -- a worker that is gone ---------------------------------------------------------------------
 
 
@@ -369,15 +340,14 @@ def assert_dead(subject: Subject, pid: int, how: str) -> None:
         ):
             subject.generator.generate(AFTER)
         assert time.monotonic() - begun < 5
-    executor = subject.generator.executor
+    engine = weakref.ref(subject.engine)
     del subject.generator
-    gc.collect()
-    assert executor._session.engine._closed or not children()
+    # Errors hold what they went through, in circles.
+    assert wait_until(lambda: (gc.collect(), engine() is None)[1]), "it is still held"
     assert not is_running(pid)
+    assert pid not in children()
 
 
-# Right alone; in one process with the tests before it, counts a child that isn't the engine's.
-@pytest.mark.slow
 def test_killed_in_mid_batch(build: Build) -> None:
     subject = build()
     pid = subject.worker.pid
@@ -409,7 +379,6 @@ def test_killed_in_mid_batch(build: Build) -> None:
     assert_dead(subject, pid, "signal 9")
 
 
-# Right alone; in one process with the tests before it, counts a child that isn't the engine's.
 @pytest.mark.slow
 def test_killed_from_outside_while_it_computes(build: Build) -> None:
     subject = build()
@@ -439,7 +408,6 @@ def test_killed_between_calls(build: Build) -> None:
     assert_dead(subject, pid, "signal 9")
 
 
-# Right alone; in one process with the tests before it, counts a child that isn't the engine's.
 @pytest.mark.slow
 def test_a_worker_that_exits(build: Build) -> None:
     subject = build()
@@ -460,111 +428,97 @@ def test_a_worker_that_exits(build: Build) -> None:
 # -- deletion, and more than one ---------------------------------------------------------------
 
 
-# Not seen to pass in one run with the others yet.
-@pytest.mark.slow
 def test_a_deleted_generator_leaves_nothing(applied: Any, folder: Path) -> None:
+    """The first one is made and used in a thread; the second dies in a circle of references."""
+    environment = dict(os.environ)
     before = children()
-    files = len(os.listdir("/proc/self/fd"))
-    threads = threading.active_count()
-    for round_ in range(3):
-        generator = generator_of(folder, layer_ids=[1])
-        (pid,) = children() - before
-        generator.generate(BATCH)
-        del generator
-        assert wait_until(lambda: children() == before), "a worker is left"
-        assert not is_running(pid)
-        assert wait_until(lambda: threading.active_count() <= threads)
-        if round_ == 0:  # what is made once a process
-            gc.collect()
-            files = len(os.listdir("/proc/self/fd"))
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files, "a descriptor a generator"
-
-
-def test_shut_down_while_it_computes(build: Build) -> None:
-    subject = build()
-    with subject.hooked(slow(0.5)):
-        stopper = threading.Timer(1.0, subject.close)
-        stopper.name = "test-stopper"
-        stopper.start()
-        with pytest.raises(vllm_compat.EngineDeadError, match=r"shut down|ended with"):
-            subject.generator.generate(BATCH)
-        stopper.join()
-        with pytest.raises(vllm_compat.EngineDeadError, match="shut down"):
-            subject.generator.generate(BATCH)
-        subject.in_worker = lambda *_: None  # type: ignore[method-assign]
-
-
-def test_two_side_by_side(shared: Subject, build: Build) -> None:
-    other = build(layer_ids=(2, 0, 3, 2), budget=48, max_num_seqs=3)
-    for seed in range(3):
-        shared.check([prompt(40 + seed, seed), prompt(90, 9)])
-        other.check([prompt(70 + seed, seed), prompt(5, 9)])
     errors: list[BaseException] = []
-
-    def use(subject: Subject) -> None:
-        try:
-            for seed in range(5):
-                subject.check([prompt(30 + seed, 20 + seed), prompt(100, 3)])
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=use, args=(s,), name="test-use") for s in (shared, other)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
-    other.close()
-    shared.check(AFTER)
-
-
-# Its reference is not made for several threads.
-@pytest.mark.slow
-def test_threads_on_one_generator(shared: Subject) -> None:
-    errors: list[BaseException] = []
-
-    def use(number: int) -> None:
-        try:
-            for seed in range(4):
-                shared.check([prompt(20 + 10 * number, 100 * number + seed), prompt(7, number)])
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=use, args=(n,), name="test-use") for n in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
-
-
-def test_made_and_used_in_a_thread(build: Build) -> None:
-    found: list[Any] = []
 
     def use() -> None:
         try:
-            subject = build()
-            subject.check(AFTER)
-            subject.close()
-            found.append(subject)
+            generator = generator_of(folder, layer_ids=[1])
+            generator.generate(BATCH)
         except BaseException as error:
-            found.append(error)
+            errors.append(error)
 
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    threads = threading.active_count()
     thread = threading.Thread(target=use, name="test-use")
     thread.start()
     thread.join()
-    assert isinstance(found[0], Subject), found[0]
+    assert not errors, errors[0]
+    assert wait_until(lambda: children() == before), "a worker is left"
+    assert wait_until(lambda: threading.active_count() == threads)
+    once = held()  # with what vLLM makes once a process
+
+    generator = generator_of(folder, layer_ids=[1])
+    assert dict(os.environ) == environment
+    (pid,) = children() - before
+    with pytest.raises(ValueError, match="empty"):
+        generator.generate([])
+    generator.generate(BATCH)
+    generator.itself = generator
+    generator.executor._session.engine.executor.itself = generator.executor
+    del generator
+    assert wait_until(lambda: children() == before), "a worker is left"
+    assert not is_running(pid)
+    assert wait_until(lambda: (gc.collect(), held() <= once)[1]), f"{held()}, before: {once}"
+    assert dict(os.environ) == environment
 
 
-# Not seen to pass in one run with the others yet.
-@pytest.mark.slow
-def test_the_environment_is_as_it_was(applied: Any, folder: Path) -> None:
-    before = dict(os.environ)
-    generator = generator_of(folder, layer_ids=[0])
-    assert dict(os.environ) == before
-    generator.generate(AFTER)
-    generator.executor.shutdown()
-    assert dict(os.environ) == before
+def test_two_side_by_side(shared: Subject, build: Build) -> None:
+    other = build(budget=48, max_num_seqs=3)
+    for seed in range(3):
+        shared.check([prompt(40 + seed, seed), prompt(90, 9)])
+        other.check([prompt(70 + seed, seed), prompt(5, 9)])
+    batches = [[prompt(30 + seed, 20 + seed), prompt(100, 3)] for seed in range(5)]
+    shared.know(*(ids for batch in batches for ids in batch))
+    in_threads(
+        lambda: [shared.check(batch) for batch in batches],
+        lambda: [other.check(batch) for batch in batches],
+    )
+    # One of them ends in the middle of a batch; the other doesn't mind.
+    with other.hooked(slow(0.5)):
+        stopper = threading.Timer(1.0, other.close)
+        stopper.name = "test-stopper"
+        stopper.start()
+        with pytest.raises(vllm_compat.EngineDeadError, match=r"shut down|ended with"):
+            other.generator.generate(BATCH)
+        stopper.join()
+        with pytest.raises(vllm_compat.EngineDeadError, match="shut down"):
+            other.generator.generate(BATCH)
+        other.in_worker = lambda *_: None  # type: ignore[method-assign]
+    shared.check(AFTER)
+
+
+def in_threads(*functions: Callable[[], Any]) -> None:
+    """Runs them at the same time; raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(f,), name="test-use") for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads_on_one_generator(shared: Subject) -> None:
+    def batch(number: int, seed: int) -> list[list[int]]:
+        return [prompt(20 + 10 * number, 100 * number + seed), prompt(7, number)]
+
+    def use(number: int) -> None:
+        for seed in range(4):
+            shared.check(batch(number, seed))
+
+    shared.know(*(ids for n in range(5) for seed in range(4) for ids in batch(n, seed)))
+    in_threads(*(partial(use, number) for number in range(5)))

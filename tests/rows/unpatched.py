@@ -1,7 +1,7 @@
 """speculators' generate() and worker extension as they are, and vLLM's own scheduler.
 
 A stand-in for the model runner alone: its "states" say whose row they are (sequence, position).
-Nothing of vllm-compat is imported. Run as a script: reads a request, writes what came out.
+Nothing of vllm-compat is imported. Run as a script: reads requests, writes what came out.
 """
 
 from __future__ import annotations
@@ -90,25 +90,26 @@ def generator(folder: str, budget: int, layer_ids: list[int]) -> Any:
     return made
 
 
+def answer(made: Any, batch: list[list[int]]) -> dict[str, Any]:
+    try:
+        results = made.generate(batch)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {
+        "input_ids": [r["input_ids"].tolist() for r in results],
+        "rows": [r["hidden_states"][0].tolist() for r in results],
+        "layers": [len(r["hidden_states"]) for r in results],
+    }
+
+
 def main() -> None:
-    request = json.loads(sys.stdin.readline())
-    made = generator(request["folder"], request["budget"], request["layer_ids"])
-    replies: list[Any] = []
-    for batch in request["batches"]:
-        try:
-            results = made.generate(batch)
-        except Exception as error:
-            replies.append({"error": f"{type(error).__name__}: {error}"})
-            continue
-        replies.append(
-            {
-                "input_ids": [r["input_ids"].tolist() for r in results],
-                "rows": [r["hidden_states"][0].tolist() for r in results],
-                "layers": [len(r["hidden_states"]) for r in results],
-            }
-        )
-    assert "vllm_compat" not in sys.modules
-    sys.stdout.write("\n" + json.dumps(replies) + "\n")
+    for line in sys.stdin:
+        request = json.loads(line)
+        made = generator(sys.argv[1], request["budget"], request["layer_ids"])
+        replies = [answer(made, batch) for batch in request["batches"]]
+        assert "vllm_compat" not in sys.modules
+        sys.stdout.write("\nreply " + json.dumps(replies) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
