@@ -424,10 +424,6 @@ class Engine:
             self.copier.close()
             if self._reader is not None:
                 self._reader.stop()
-            # vLLM's finalizer holds the executor itself, which so is never freed.
-            finalizer = getattr(self.executor, "_finalizer", None)
-            if finalizer is not None:
-                finalizer.detach()
 
 
 def _release(executor: Any) -> None:
@@ -441,11 +437,11 @@ def _release(executor: Any) -> None:
     queues = [q for q in getattr(executor, "response_mqs", None) or () if q is not None]
     if finalizer is None or getattr(executor, "rpc_broadcast_mq", None) is not None:
         return  # not one that is known, or not shut down
-    import zmq
+    from zmq.sugar.socket import Socket
 
     for queue_ in queues:
         for value in vars(queue_).values():
-            if isinstance(value, zmq.Socket):
+            if isinstance(value, Socket):
                 value.close(linger=0)
     finalizer.detach()
 
