@@ -5,6 +5,7 @@ python -m guest.starts CHECKPOINT
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,8 +63,22 @@ def left_over() -> dict[str, Any]:
             for link in Path("/proc/self/fd").iterdir()
             if link.is_symlink() and "memfd" in os.readlink(link)
         ),
-        "shared memory": sorted(p.name for p in Path("/dev/shm").iterdir()),
+        "shared memory": sorted(p.name for p in _nobody_elses(Path("/dev/shm").iterdir())),
     }
+
+
+def _nobody_elses(files: Iterable[Path]) -> list[Path]:
+    """Without those that another process has mapped or open: what is left over, nobody has."""
+    mine, theirs = f"/proc/{os.getpid()}", set()
+    for process in Path("/proc").glob("[0-9]*"):
+        if str(process) == mine:
+            continue
+        with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
+            theirs |= {
+                line.split()[-1] for line in (process / "maps").read_text().splitlines()
+            }
+            theirs |= {os.readlink(link) for link in (process / "fd").iterdir()}
+    return [file for file in files if str(file) not in theirs]
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -159,9 +175,10 @@ def main(folder: str) -> None:
         found["rows"]["thread"] = pool.submit(rows, folder).result()
     # Forked: the patches are on there. The others are new interpreters, where they aren't.
     found["rows"]["fork"] = in_child("fork", False, rows, folder)
+    # Before we spawn ourselves: that alone settles the start method (get_preparation_data).
+    found["at the end"] = differences(before, process_state())
     found["rows"]["spawn"] = in_child("spawn", False, applied_rows, folder)
     found["daemon"] = in_child("fork", True, rows, folder)
-    found["at the end"] = differences(before, process_state())
     multiprocessing.set_start_method("forkserver", force=True)
     found["rows"]["forkserver"] = in_child("forkserver", False, applied_rows, folder)
     print("FOUND", json.dumps(found))

@@ -27,8 +27,6 @@ def found(checkpoint: Path) -> Any:
     return {**json.loads(line.removeprefix("FOUND ")), "output": done.stdout + done.stderr}
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "when", ["after it was made", "after it generated", "after it was shut down", "at the end"]
@@ -38,31 +36,23 @@ def test_the_process_is_as_it_was(found: Any, when: str) -> None:
     assert found[when] == []
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 def test_a_variable_that_another_thread_sets_meanwhile_stays(found: Any) -> None:
     assert found["somebody else's"] == "1"
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 def test_nothing_is_left_over(found: Any) -> None:
     """No process, no thread, no shared memory, no descriptor of ours."""
     assert found["left over"] == []
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["thread", "fork", "spawn", "forkserver"])
 def test_the_same_rows_in_every_kind_of_process(found: Any, kind: str) -> None:
     assert found["rows"][kind] == found["rows"]["here"]
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 def test_a_daemonic_process_is_told_so(found: Any) -> None:
     """multiprocessing.Pool makes such: they may not have children, as vLLM has workers."""
@@ -70,8 +60,6 @@ def test_a_daemonic_process_is_told_so(found: Any) -> None:
     assert "daemon" in found["daemon"]
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 def test_status_asks_the_workers(found: Any) -> None:
     (worker,) = found["status"]
@@ -79,8 +67,6 @@ def test_status_asks_the_workers(found: Any) -> None:
     assert worker["pid"] != found["pid"]
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 def test_a_worker_has_what_it_needs_and_no_more(found: Any) -> None:
     (worker,) = found["workers"]
@@ -88,8 +74,6 @@ def test_a_worker_has_what_it_needs_and_no_more(found: Any) -> None:
     assert not worker["applied"]
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 def test_a_worker_says_once_what_it_captures(found: Any) -> None:
     lines = [line for line in found["output"].splitlines() if "captures layers" in line]
@@ -98,8 +82,6 @@ def test_a_worker_says_once_what_it_captures(found: Any) -> None:
     assert all("[0, 2]" in line for line in lines)
 
 
-# Not seen green in one whole run yet: under load, and the start method that spawning settles.
-@pytest.mark.slow
 @pytest.mark.engine
 def test_a_script_without_a_guard(checkpoint: Path, tmp_path: Path) -> None:
     """Spawned workers import it and would start over: one sentence each, no cascade."""

@@ -306,9 +306,7 @@ def test_the_life_of_a_script(folder: Path, tmp_path: Path) -> None:
         assert wait_until(lambda: not is_running(worker)), "the worker outlives its driver"
 
 
-@pytest.mark.parametrize(
-    "when", ["in mid-batch", pytest.param("between calls", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("when", ["in mid-batch", "between calls"])
 def test_the_users_process_is_killed(folder: Path, tmp_path: Path, when: str) -> None:
     """Its workers end too, and the memory with them."""
     body = """
@@ -379,7 +377,6 @@ def test_killed_in_mid_batch(build: Build) -> None:
     assert_dead(subject, pid, "signal 9")
 
 
-@pytest.mark.slow
 def test_killed_from_outside_while_it_computes(build: Build) -> None:
     subject = build()
     pid = subject.worker.pid
@@ -408,7 +405,6 @@ def test_killed_between_calls(build: Build) -> None:
     assert_dead(subject, pid, "signal 9")
 
 
-@pytest.mark.slow
 def test_a_worker_that_exits(build: Build) -> None:
     subject = build()
     pid = subject.worker.pid
