@@ -7,6 +7,7 @@ real ones.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,8 @@ class AddNorm(nn.Module):
 class Layer(nn.Module):
     """``style``: what is returned, and whether the residual that came in is used."""
 
+    ranks_before = ranks_after = 1
+
     def __init__(self, style: str) -> None:
         super().__init__()
         self.style = style
@@ -52,8 +55,8 @@ class Layer(nn.Module):
             if residual is None:
                 residual, hidden = hidden.clone(), self.norm(hidden)
             else:
-                hidden, residual = self.norm(hidden, residual)
-            hidden = self.inner(hidden)
+                hidden, residual = self.norm(hidden * self.ranks_before, residual)
+            hidden = self.inner(hidden) * self.ranks_after
             return (
                 (hidden, residual, (hidden,)) if self.style == "triple" else (hidden, residual)
             )
@@ -94,8 +97,8 @@ class Model(nn.Module):
 def establish(model: nn.Module) -> str:
     ids = torch.arange(TOKENS) + 3
     with torch.inference_mode():
-        decoder = find_decoder(model, CONFIG)
-        return establish_convention(decoder, lambda: model(ids))[0]
+        decoder = find_decoder(model, CONFIG, lambda: model(ids))
+        return establish_convention(decoder, lambda: model(ids), TOKENS)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +121,61 @@ def _seed() -> None:
 )
 def test_established(model: Callable[[], nn.Module], convention: str) -> None:
     assert establish(model()) == convention
+
+
+class Hybrid(Model):
+    """Layers of two kinds; ``styles`` says of which kind each of them is."""
+
+    def __init__(self, *styles: str) -> None:
+        super().__init__("pair", "pair")
+        self.layers = nn.ModuleList(Layer(style) for style in styles)
+
+
+class Scaled(Model):
+    """The final norm is given something else than what the layers return."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden * 2)
+
+
+class Backwards(Model):
+    """The layers run in another order than that of the list."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden = self.embed(ids)
+        for layer in reversed(self.layers):
+            hidden = layer(hidden)
+        return self.norm(hidden)
+
+
+class Deferred(Model):
+    """DeepSeek-V3.2 and MiniMax-M3 on NVIDIA GPUs, vLLM 0.32, with tensor parallelism.
+
+    A layer's MLP returns this rank's part of the sum; the next layer sums it over all ranks
+    before it adds it. Here: two ranks with the same part. The last layer does it itself.
+    """
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden, residual = self.embed(ids), None
+        for index, layer in enumerate(self.layers):
+            # Inside of the layer, as in the real ones.
+            layer.ranks_before = 2 if index > 0 else 1
+            layer.ranks_after = 2 if index == LAYERS - 1 else 1
+            hidden, residual = layer(hidden, residual)
+        return self.norm(hidden, residual)[0]
+
+
+class Sharded(Model):
+    """Sequence parallelism over two ranks: this one has every second row."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        hidden, residual = self.embed(ids)[::2], None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        return self.norm(hidden, residual)[0].repeat_interleave(2, 0)
 
 
 class Twice(Model):
@@ -148,6 +206,15 @@ class Stacked(Model):
         pytest.param(lambda: Twice("one", "one"), "once each", id="loopcoder"),
         pytest.param(lambda: Stacked("one", "one"), "not one residual stream", id="gemma3n"),
         pytest.param(lambda: Model("zeros", "pair"), "agree", id="nothing-added"),
+        pytest.param(
+            lambda: Hybrid("pair", "stale", "pair"), "layer 1 .* disagree", id="hybrid"
+        ),
+        pytest.param(
+            lambda: Deferred("pair", "pair"), "layer 1 .*neither", id="deepseek-v3.2-deferred"
+        ),
+        pytest.param(lambda: Sharded("pair", "pair"), "for 8 tokens", id="sequence-parallel"),
+        pytest.param(lambda: Scaled("one", "one"), "neither", id="scaled-before-the-norm"),
+        pytest.param(lambda: Backwards("one", "one"), "in order", id="backwards"),
     ],
 )
 def test_refused(model: Callable[[], nn.Module], words: str) -> None:
@@ -189,6 +256,30 @@ class Wrapper(nn.Module):
         return self.inner(ids)
 
 
+class Encoder(nn.Module):
+    """ChatGLM: the decoder is called ``encoder``, and GLM-4V has a vision tower beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Model("one", "one")
+        self.transformer = nn.Module()
+        self.transformer.encoder = inner
+        self.transformer.vision = Model("one", "one")
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.transformer.encoder(ids)
+
+
+class Experts(Model):
+    """As many experts in each layer as there are layers, and a list beside them."""
+
+    def __init__(self) -> None:
+        super().__init__("one", "one")
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        for layer in self.layers:
+            layer.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+
 def test_norm_beside_the_decoder() -> None:
     assert establish(Nested()) == "hidden+residual"
 
@@ -197,8 +288,65 @@ def test_wrapper_that_does_not_know_its_language_model() -> None:
     assert establish(Wrapper(Model("pair", "pair"))) == "hidden+residual"
 
 
-def test_towers_that_look_alike_are_refused() -> None:
-    model = Wrapper(Model("pair", "pair"))
-    model.other = Model("one", "one")
+def test_names_of_towers_mean_nothing() -> None:
+    assert establish(Encoder()) == "hidden"
+    assert find_decoder(Experts(), CONFIG).path == "layers"
+
+
+def test_lists_that_both_run_are_refused() -> None:
+    class Both(Wrapper):
+        def forward(self, ids: torch.Tensor) -> Any:
+            return self.inner(ids) + self.visual(ids)
+
     with pytest.raises(UnsupportedModelError, match="several"):
-        establish(model)
+        establish(Both(Model("pair", "pair")))
+
+
+@pytest.mark.parametrize("model", [Encoder, lambda: Wrapper(Scaled("one", "one"))])
+def test_nothing_stays_on_the_model(model: Callable[[], nn.Module]) -> None:
+    """Neither a hook nor a replaced forward; not even where the model is refused."""
+    made, caching, ids = model(), nn.Identity(), torch.arange(TOKENS)
+    with contextlib.suppress(UnsupportedModelError), torch.inference_mode():
+        decoder = find_decoder(made, CONFIG, lambda: made(ids))
+        establish_convention(decoder, lambda: made(ids), TOKENS, [caching])
+    assert "forward" not in vars(caching)
+    for module in made.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+class Recurrent(nn.Module):
+    """A state-space layer without metadata: it leaves its output as it was allocated."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+        output.fill_(float("nan"))
+        return output if self.returns else None
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_layers_with_a_cache_are_silent(returns: bool) -> None:
+    class Mixed(Model):
+        def __init__(self) -> None:
+            super().__init__("pair", "pair")
+            self.mixer = Recurrent(returns)
+
+        def forward(self, ids: torch.Tensor) -> Any:
+            hidden = self.embed(ids)
+            output = torch.empty_like(hidden)
+            # By name, as vLLM's Transformers backend does.
+            result = self.mixer.forward(hidden, output=output)
+            hidden, residual = hidden + (output if result is None else result), None
+            for layer in self.layers:
+                hidden, residual = layer(hidden, residual)
+            return self.norm(hidden, residual)[0]
+
+    model, ids = Mixed(), torch.arange(TOKENS) + 3
+    with torch.inference_mode():
+        decoder = find_decoder(model, CONFIG)
+        with pytest.raises(UnsupportedModelError, match="not finite"):
+            establish_convention(decoder, lambda: model(ids), TOKENS)
+        assert establish_convention(decoder, lambda: model(ids), TOKENS, [model.mixer])[0]

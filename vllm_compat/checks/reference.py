@@ -70,7 +70,15 @@ def transformers_states(
         UnsupportedModelError: its decoder layers can't be told.
     """
     network = _load(str(model), dtype).eval().to(device)
-    layers = find_decoder(network, network.config.get_text_config()).layers
+    arguments: dict[str, Any] = {"use_cache": False}
+    if "logits_to_keep" in inspect.signature(network.forward).parameters:
+        arguments["logits_to_keep"] = 1
+
+    def trial() -> None:
+        with torch.inference_mode():
+            network(input_ids=torch.tensor([[1, 2, 3]], device=device), **arguments)
+
+    layers = find_decoder(network, network.config.get_text_config(), trial).layers
     seen: dict[int, torch.Tensor] = {}
 
     def keeper(layer_id: int) -> Callable[..., None]:
@@ -81,9 +89,6 @@ def transformers_states(
 
     for layer_id in set(layer_ids):
         layers[layer_id].register_forward_hook(keeper(layer_id))
-    arguments: dict[str, Any] = {"use_cache": False}
-    if "logits_to_keep" in inspect.signature(network.forward).parameters:
-        arguments["logits_to_keep"] = 1
 
     def states(ids: Sequence[int]) -> list[torch.Tensor]:
         seen.clear()

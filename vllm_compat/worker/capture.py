@@ -121,7 +121,12 @@ class Capture:
     def _rows(self, output: Any) -> torch.Tensor:
         """A private copy of the rows that were scheduled; padding rows are left out."""
         width = self.decoder.hidden_size
-        hidden = hidden_of(output).reshape(-1, width)[: self._count]
+        hidden = hidden_of(output).reshape(-1, width)
+        if len(hidden) < self._count:
+            raise RuntimeError(
+                f"a decoder layer returned {len(hidden)} rows; {self._count} were scheduled"
+            )
+        hidden = hidden[: self._count]
         if self.convention == "hidden":
             # The next layer's kernels may write into this very tensor.
             return hidden.clone()

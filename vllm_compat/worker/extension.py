@@ -65,9 +65,14 @@ class CaptureExtension:
             raise UnsupportedModelError(
                 "vllm-compat does not capture across pipeline stages."
             )
-        decoder = find_decoder(model, text_config)
+        # Also those that are no submodules of the model (vLLM's Transformers backend).
+        known = self.vllm_config.compilation_config.static_forward_context.values()
+        caching = [layer for layer in known if hasattr(layer, "kv_cache")]
         with torch.inference_mode():
-            convention, dtype = establish_convention(decoder, lambda: _trial(self, model))
+            decoder = find_decoder(model, text_config, lambda: _trial(self, model))
+            convention, dtype = establish_convention(
+                decoder, lambda: _trial(self, model), _TRIAL_TOKENS, caching
+            )
         batch = _batch_order(runner)
         state = _State(type(model).__name__, decoder.path, str(dtype), batch)
         state.capture = Capture(

@@ -7,15 +7,20 @@ of a few tokens is run at setup, and the last layer's return is held against wha
 final norm is given: that *is* the residual stream after the last layer. Whether the norm adds
 a second tensor that it is given, or hands it through (Cohere's does), is asked of the norm
 itself: a norm hardly notices a factor of two, so comparing normed states would not do. The
-last layer is asked the same question about the residual that it is given, and both answers
-have to agree: in Chameleon-30B they don't, because vLLM's own model counts it twice there.
+layers are asked the same question about the residual that they are given, each of them
+(a hybrid model has several kinds), and all answers have to agree: in Chameleon-30B they don't,
+because vLLM's own model counts it twice there.
+
+Nor does a name say which layers are the decoder's: ChatGLM has them in ``encoder``, and a
+vision tower may have as many. Where several lists could be meant, the one that runs for text
+is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,8 +34,9 @@ __all__ = ["Convention", "Decoder", "establish_convention", "find_decoder"]
 Convention = Literal["hidden", "hidden+residual"]
 """``hidden``: the first element is the stream. ``hidden+residual``: the sum of two."""
 
+Taken = Literal["hidden", "hidden+residual", "neither"]
+
 _LIST_NAMES = ("layers", "h", "blocks", "block")
-_OTHER_TOWERS = ("vision", "visual", "audio", "speech", "image", "encoder", "mtp", "draft")
 
 
 @dataclass(frozen=True)
@@ -38,24 +44,28 @@ class Decoder:
     """The decoder of a model.
 
     Attributes:
-        base: the module that owns the layers and the final norm.
+        model: what runs; all that is called besides the layers is inside of it.
         layers: all decoder layers, first to last.
         path: dotted path of the layers in the model, for messages.
         hidden_size: width of the residual stream.
     """
 
-    base: nn.Module
+    model: nn.Module
     layers: nn.ModuleList
     path: str
     hidden_size: int
 
 
-def find_decoder(model: nn.Module, text_config: Any) -> Decoder:
+def find_decoder(
+    model: nn.Module, text_config: Any, forward: Callable[[], Any] | None = None
+) -> Decoder:
     """Finds the language model's decoder layers inside any wrapper.
 
     Args:
         model: the model of a vLLM model runner.
         text_config: ``vllm_config.model_config.hf_text_config``.
+        forward: runs the model on a few tokens of text. Called only where the modules alone
+            don't say which list it is.
 
     Raises:
         UnsupportedModelError: no list of as many layers as the config says, or several.
@@ -67,38 +77,59 @@ def find_decoder(model: nn.Module, text_config: Any) -> Decoder:
         raise UnsupportedModelError(
             f"{name}: its config doesn't say num_hidden_layers and hidden_size."
         )
-    found: dict[int, Decoder] = {}
+    found: dict[str, nn.ModuleList] = {}
     for start, path in _language_models(model):
-        for inner, module in start.named_modules():
-            full = f"{path}.{inner}".strip(".")
-            if (
-                isinstance(module, nn.ModuleList)
-                and len(module) == count
-                and full.rpartition(".")[2] in _LIST_NAMES
-                and not any(tower in full.lower() for tower in _OTHER_TOWERS)
-            ):
-                base = _owner(start, inner)
-                found.setdefault(id(module), Decoder(base, module, full, hidden_size))
-        if len(found) == 1:
-            return next(iter(found.values()))
+        lists = {f"{path}.{inner}".strip("."): module for inner, module in _lists(start, count)}
+        if len(lists) > 1 and forward is not None:
+            lists = _that_run(lists, forward)
+        if len(lists) == 1:
+            path, layers = lists.popitem()
+            return Decoder(model, layers, path, hidden_size)
+        found = found or lists
     what = "several lists" if found else "no list"
     raise UnsupportedModelError(
         f"{name}: {what} of {count} decoder layers in the model"
-        + (f" ({', '.join(d.path for d in found.values())})." if found else ".")
+        + (f" ({', '.join(found)})." if found else ".")
     )
 
 
-def _owner(start: nn.Module, path: str) -> nn.Module:
-    """The innermost module around the layers that has anything besides them.
+def _lists(start: nn.Module, count: int) -> list[tuple[str, nn.ModuleList]]:
+    """The lists of ``count`` modules that could be the decoder's layers.
 
-    PLaMo keeps them in a module of their own, beside the final norm.
+    Not those inside of another one (experts of a layer, say); and where one has a name that
+    vLLM's models give their layers, not those with others.
     """
-    while path:
-        path = path.rpartition(".")[0]
-        owner = start.get_submodule(path)
-        if len(list(owner.children())) > 1:
-            return owner
-    return start
+    found: list[tuple[str, nn.ModuleList]] = []
+    inside: set[int] = set()
+    for path, module in start.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            if id(module) not in inside:
+                found.append((path, module))
+            inside.update(id(inner) for inner in module.modules())
+    usual = [(path, m) for path, m in found if path.rpartition(".")[2] in _LIST_NAMES]
+    return usual or found
+
+
+def _that_run(
+    lists: dict[str, nn.ModuleList], forward: Callable[[], Any]
+) -> dict[str, nn.ModuleList]:
+    """Those of which every module is called for text."""
+    called: set[int] = set()
+    handles = [
+        module.register_forward_pre_hook(lambda module, args: called.add(id(module)))
+        for modules in lists.values()
+        for module in modules
+    ]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {
+        path: modules
+        for path, modules in lists.items()
+        if all(id(module) in called for module in modules)
+    }
 
 
 def _language_models(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -153,19 +184,27 @@ class _Trace:
     outputs: dict[int, tuple[torch.Tensor, torch.Tensor | None]]
     order: list[int]
     model_output: Any = None
-    layer_adds: bool | None = None  # whether the last layer uses the residual it is given
+    # As what each layer takes the pair that it is given.
+    taken: dict[int, Taken] = field(default_factory=dict)
     final: nn.Module | None = None
     final_name: str = ""
     final_args: tuple[Any, ...] = ()
     final_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, torch.dtype]:
+def establish_convention(
+    decoder: Decoder,
+    forward: Callable[[], Any],
+    tokens: int,
+    caching: Iterable[nn.Module] = (),
+) -> tuple[Convention, torch.dtype]:
     """Runs ``forward`` once and finds out what the layers return.
 
     Args:
         decoder: from :func:`find_decoder`.
         forward: runs the model on a few tokens, with hooks.
+        tokens: how many those are.
+        caching: what reads the KV cache, which isn't there yet; silent in this run.
 
     Returns:
         The convention, and the dtype of the residual stream.
@@ -175,8 +214,8 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
             of another shape or not finite, or nothing that they return is what the final
             norm is given.
     """
-    name = type(decoder.base).__name__
-    trace = _trace(decoder, forward)
+    name = type(decoder.model).__name__
+    trace = _trace(decoder, forward, caching)
     last = len(decoder.layers) - 1
     if trace.order != list(range(last + 1)):
         raise UnsupportedModelError(
@@ -197,11 +236,13 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
             )
     hidden, residual = trace.outputs[last]
     truth, source = _stream_after(trace, name)
-    if truth.numel() != hidden.numel():
+    if not truth.numel() == hidden.numel() == tokens * decoder.hidden_size:
         # Gemma3n: the layers return a stack of streams that is mixed into one afterwards.
+        # Sequence parallelism: a rank has some of the rows.
         raise UnsupportedModelError(
-            f"{name}: its decoder layers return {tuple(hidden.shape)}, and {source} "
-            f"{tuple(truth.shape)}: not one residual stream; its states would be a guess."
+            f"{name}: for {tokens} tokens its decoder layers return {tuple(hidden.shape)}, "
+            f"and {source} {tuple(truth.shape)}: not one residual stream; its states would "
+            "be a guess."
         )
     truth = truth.reshape(hidden.shape)
     fitting: list[Convention] = []
@@ -217,11 +258,13 @@ def establish_convention(decoder: Decoder, forward: Any) -> tuple[Convention, to
             else f"neither what its last decoder layer returns, nor the sum of it, is {source}"
         )
         raise UnsupportedModelError(f"{name}: {reason}; its states would be a guess.")
-    if trace.layer_adds is not None and trace.layer_adds != (fitting[0] != "hidden"):
-        raise UnsupportedModelError(
-            f"{name}: its decoder layers and what comes next ({trace.final_name}) disagree "
-            "about the residual that they are given; its states would be a guess."
-        )
+    for index, taken in trace.taken.items():
+        if taken != fitting[0]:
+            raise UnsupportedModelError(
+                f"{name}: its decoder layer {index} and what comes after the last one "
+                f"({trace.final_name}) disagree about the residual that they are given "
+                f"({taken}, {fitting[0]}); its states would be a guess."
+            )
     return fitting[0], hidden.dtype
 
 
@@ -281,55 +324,120 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return scale > 0 and float((a - b).abs().max()) <= 1e-2 * scale
 
 
-def _zeroed(module: nn.Module, args: Any, output: Any) -> Any:
-    return torch.zeros_like(output) if isinstance(output, torch.Tensor) else None
+@contextlib.contextmanager
+def _silent(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While it lasts, these modules compute nothing: their output is zero.
+
+    vLLM's attention and state-space layers. Without metadata many leave their output as it was
+    allocated: garbage, NaN now and then. ``forward`` is replaced, where a hook would do for
+    most: vLLM's Transformers backend calls it by that name.
+    """
+
+    def silenced(module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+        signature = inspect.signature(original)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = original(*args, **kwargs)
+            if isinstance(output, torch.Tensor):
+                return torch.zeros_like(output)
+            # State-space layers write into what they are given.
+            given = signature.bind(*args, **kwargs).arguments.get("output")
+            if isinstance(given, torch.Tensor):
+                given.zero_()
+            return output
+
+        return forward
+
+    before: list[tuple[nn.Module, Any]] = []
+    try:
+        for module in modules:
+            before.append((module, vars(module).get("forward")))
+            module.forward = silenced(module)
+        yield
+    finally:
+        for module, forward in reversed(before):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
 
 
 def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _uses_residual(
+def _layer_takes(
     layer: nn.Module,
+    index: int,
     outputs: dict[int, tuple[torch.Tensor, torch.Tensor | None]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> bool | None:
-    """Whether a layer's return depends on the residual that the layer before handed it.
+) -> Taken | None:
+    """As what a layer takes the pair that the layer before handed it.
 
-    None if it isn't given one. Runs inside of the trial forward, because attention needs
-    its context; ``forward`` and not the call, which would run the hooks again.
+    It is asked: a layer that ignores the residual doesn't notice another one; a layer that
+    adds both doesn't notice what is taken from one and put to the other. Nothing else may
+    depend on it, or the sum of the pair isn't the stream: a layer may hand out a sum of this
+    rank only and leave it to the next one to reduce it over all ranks.
+
+    None if it isn't given what the layer before returned. Runs inside of the trial forward,
+    because attention needs its context; ``forward`` and not the call, which would run the
+    hooks again.
     """
-    residual = outputs[len(outputs) - 2][1] if len(outputs) > 1 else None
-    if residual is None:
+    hidden, residual = outputs.get(index - 1, (None, None))
+    if hidden is None or residual is None:
+        return None
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if not any(_is(value, hidden) for value in given):
+        return None
+    if not any(_is(value, residual) for value in given):
         return None
 
-    def is_residual(value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.shape == residual.shape
-            and torch.equal(value, residual)
-        )
+    def stream(
+        new_hidden: torch.Tensor, new_residual: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        def put(value: Any) -> Any:
+            if _is(value, residual):
+                return new_residual.clone()
+            return new_hidden.clone() if _is(value, hidden) else _cloned(value)
 
-    if not any(is_residual(value) for value in (*args, *kwargs.values())):
-        return None
-    noise = residual + torch.randn_like(residual) * residual.float().std().to(residual.dtype)
+        output = layer.forward(*map(put, args), **{key: put(v) for key, v in kwargs.items()})
+        return _pair(output)
 
-    def put(value: Any) -> Any:
-        return noise.clone() if is_residual(value) else _cloned(value)
-
-    again = layer.forward(
-        *(put(value) for value in args), **{key: put(value) for key, value in kwargs.items()}
+    shift = torch.randn_like(hidden) * (hidden.std() + residual.std())
+    before = outputs[index]
+    ignores = stream(hidden, residual + shift)
+    if all(_same(new, old) for new, old in zip(ignores, _pair(before), strict=True)):
+        return "hidden"
+    new, old = (
+        torch.stack(pair).sum(0).float()
+        for pair in (stream(hidden + shift, residual - shift), _pair(before))
     )
-    last_hidden, last_residual = outputs[len(outputs) - 1]
-    changed = not _same(hidden_of(again), last_hidden)
-    other = residual_of(again)
-    if last_residual is not None and other is not None:
-        changed = changed or not _same(other, last_residual)
-    return changed
+    # Of most rows: with other rounding a token may go to another expert.
+    noticed, shifted = (
+        torch.linalg.vector_norm(value, dim=-1).median() for value in (new - old, shift.float())
+    )
+    return "hidden+residual" if noticed < 0.25 * shifted else "neither"
 
 
-def _trace(decoder: Decoder, forward: Any) -> _Trace:
+def _is(value: Any, other: torch.Tensor) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == other.shape
+        and torch.equal(value, other)
+    )
+
+
+def _pair(output: Any) -> tuple[torch.Tensor, ...]:
+    """The first tensor of a layer's return, and the second if it has its shape."""
+    residual = residual_of(output)
+    return (hidden_of(output),) if residual is None else (hidden_of(output), residual)
+
+
+def _trace(
+    decoder: Decoder, forward: Callable[[], Any], caching: Iterable[nn.Module]
+) -> _Trace:
     trace = _Trace({}, [])
     last = len(decoder.layers) - 1
     handles = []
@@ -344,14 +452,15 @@ def _trace(decoder: Decoder, forward: Any) -> _Trace:
                 hidden_of(output).clone(),
                 residual.clone() if residual is not None else None,
             )
-            if index == last and given:
-                trace.layer_adds = _uses_residual(module, trace.outputs, *given)
+            taken = _layer_takes(module, index, trace.outputs, *given)
+            if taken is not None:
+                trace.taken[index] = taken
 
         return hook
 
     given: list[Any] = []
 
-    def before_last(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Clones: the layer's own kernels write into what it is given.
         given[:] = [
             tuple(_cloned(value) for value in args),
@@ -378,21 +487,18 @@ def _trace(decoder: Decoder, forward: Any) -> _Trace:
     # A hook that stayed would slow down every later forward.
     try:
         for index, layer in enumerate(decoder.layers):
-            handles.append(layer.register_forward_hook(on_layer(index), with_kwargs=True))
-        handles.append(
-            decoder.layers[last].register_forward_pre_hook(before_last, with_kwargs=True)
-        )
-        for name, child in decoder.base.named_children():
-            if child is not decoder.layers:
+            handles += [
+                layer.register_forward_pre_hook(before_layer, with_kwargs=True),
+                layer.register_forward_hook(on_layer(index), with_kwargs=True),
+            ]
+        inside = set(decoder.layers.modules())
+        for name, module in decoder.model.named_modules():
+            if module not in inside:
                 handles.append(
-                    child.register_forward_pre_hook(on_other(name), with_kwargs=True)
+                    module.register_forward_pre_hook(on_other(name), with_kwargs=True)
                 )
-        for module in decoder.base.modules():
-            # vLLM's attention layers. Without metadata some backends leave their output as
-            # it was allocated (the CPU's): garbage, NaN now and then.
-            if hasattr(module, "impl") and hasattr(module, "kv_cache"):
-                handles.append(module.register_forward_hook(_zeroed))
-        trace.model_output = forward()
+        with _silent(caching):
+            trace.model_output = forward()
     finally:
         for handle in handles:
             handle.remove()
