@@ -301,3 +301,66 @@ def test_the_command_with_json(run: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "nothing")]) == 1
     assert capsys.readouterr().err.endswith("nothing is no directory.\n")
+
+
+def _extracted(run: Path, folder: Path, failed: dict[int, str]) -> None:
+    """The files of a run as `extract` leaves them, these samples having failed."""
+    from vllm_compat.extract.manifest import Folder, Outcome
+
+    with Folder(folder, {"versions": {}}, 0, FILES) as output:
+        for index in range(FILES):
+            if index in failed:
+                output.note([Outcome(index, "failed", reason=failed[index])])
+                continue
+            path = folder / f"data_{index}.pt"
+            (run / path.name).rename(path)
+            tokens = 20 + 7 * index
+            output.note([Outcome(index, "written", tokens, path.stat().st_size)])
+        output.finish(FILES)
+
+
+def test_what_extract_could_not_compute_is_not_missing(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("extracted")
+    _extracted(run, folder, {3: "ids outside of the vocabulary", 11: "too long"})
+    (folder / "data_config.json").write_text((run / "data_config.json").read_text())
+    assert main(["check", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "note: data_3.pt was not written: ids outside of the vocabulary\n" in shown
+    assert "missing" not in shown
+    assert "All are sound, but 2 could not be computed." in shown
+
+    (folder / "data_5.pt").unlink()
+    assert main(["check", str(folder), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["missing"] == [5]
+    assert found["failed"] == {"3": "ids outside of the vocabulary", "11": "too long"}
+
+
+def test_the_manifest_says_how_many_there_should_be(
+    run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("extracted")
+    _extracted(run, folder, {})
+    for index in (0, FILES - 1):
+        (folder / f"data_{index}.pt").unlink()
+    assert check_directory(folder).missing == [0, FILES - 1]
+
+
+def test_a_sample_that_failed_once_and_is_there_is_looked_at(run: Path) -> None:
+    (run / "manifest.json").write_text(json.dumps({"failed": {"3": "an old reason"}}))
+    (run / "data_3.pt").write_bytes(b"")
+    checked = check_directory(run)
+    assert checked.failed == {}
+    assert [s.name for s in checked.bad] == ["data_3.pt"]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"failed": [3], "counts": 3}', '{"failed": {"x": 1}}']
+)
+def test_a_manifest_of_another_form_does_no_harm(run: Path, content: str) -> None:
+    (run / "manifest.json").write_text(content)
+    checked = check_directory(run)
+    assert checked.sound
+    assert (len(checked.notes) == 1) == (content in ("{", "[]"))

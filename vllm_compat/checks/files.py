@@ -3,6 +3,7 @@
 The layout is that of speculators' script: ``data_{i}.pt``, each a dict with ``input_ids``
 [n], ``hidden_states``, a list with one tensor [n, hidden] for each layer, and ``loss_mask``
 [n]; beside them ``data_config.json`` and, from speculators 0.4.0 on, ``sample_lengths.json``.
+``vllm-compat extract`` adds ``manifest.json``, which names samples that could not be computed.
 
 Several threads read a file each; nothing of it is kept but a few numbers for each layer.
 """
@@ -73,7 +74,8 @@ class Check:
     Attributes:
         directory: that was looked at.
         samples: by index.
-        missing: indices without a file.
+        missing: indices without a file, and without a reason for that.
+        failed: indices that have none because ``manifest.json`` says why.
         wrong: faults of the directory as a whole.
         notes: what is odd, and no fault.
         layer_ids: of ``data_config.json``; empty if it doesn't say.
@@ -84,6 +86,7 @@ class Check:
     directory: Path
     samples: dict[int, Sample]
     missing: list[int]
+    failed: dict[int, str]
     wrong: list[str]
     notes: list[str]
     layer_ids: list[int]
@@ -116,8 +119,8 @@ def check_directory(
 
     Args:
         directory: of one run.
-        expected: how many samples there should be; by default what ``data_config.json`` says,
-            else as many as the largest index.
+        expected: how many samples there should be; by default what ``data_config.json`` or
+            ``manifest.json`` says, else as many as the largest index.
         threads: how many files to read at a time; by default one for each core, at least two.
         checksums: also compare each file's contents with the checksums in it.
         progress: called with the bytes of each file that is done.
@@ -129,20 +132,25 @@ def check_directory(
     entries = sorted(directory.iterdir())
     files = {int(m[1]): f for f in entries if (m := _NAME.fullmatch(f.name))}
     config, config_fault = _config(directory)
-    result = Check(directory, {}, [], [], [], _layer_ids(config))
-    if config_fault:
-        result.notes.append(config_fault)
+    manifest, manifest_fault = _manifest(directory)
+    failed = {i: why for i, why in _failed(manifest).items() if i not in files}
+    result = Check(directory, {}, [], failed, [], [], _layer_ids(config))
+    result.notes += [fault for fault in (config_fault, manifest_fault) if fault]
     result.notes += [
         f"{f.name} is left over from a run that was stopped"
         for f in entries
         if f.name.startswith("data_") and f.suffix in (".tmp", ".part")
     ]
     result.samples, result.nbytes = _read_all(files, threads, checksums, progress)
+    for counts, name in (
+        (config.get("data"), "num_samples"),
+        (manifest.get("counts"), "samples"),
+    ):
+        if expected is None and isinstance(counts, dict):
+            expected = counts.get(name)
     if expected is None:
-        expected = (config.get("data") or {}).get("num_samples")
-    if expected is None:
-        expected = max(files, default=-1) + 1
-    result.missing = sorted(set(range(expected)) - set(files))
+        expected = max((*files, *failed), default=-1) + 1
+    result.missing = sorted(set(range(expected)) - set(files) - set(failed))
     if not files:
         result.wrong.append("no data_*.pt here")
     result.wrong += [
@@ -337,6 +345,25 @@ def _config(directory: Path) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError) as error:
         return {}, f"data_config.json can't be read: {error}"
     return (config, "") if isinstance(config, dict) else ({}, "data_config.json is no object")
+
+
+def _manifest(directory: Path) -> tuple[dict[str, Any], str]:
+    """What ``vllm-compat extract`` notes; other programs write none."""
+    path = directory / "manifest.json"
+    if not path.exists():
+        return {}, ""
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        return {}, f"manifest.json can't be read: {error}"
+    return (manifest, "") if isinstance(manifest, dict) else ({}, "manifest.json is no object")
+
+
+def _failed(manifest: dict[str, Any]) -> dict[int, str]:
+    failed = manifest.get("failed")
+    if not isinstance(failed, dict):
+        return {}
+    return {int(index): str(why) for index, why in failed.items() if str(index).isdigit()}
 
 
 def _layer_ids(config: dict[str, Any]) -> list[int]:

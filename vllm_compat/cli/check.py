@@ -44,7 +44,7 @@ def add(subparsers: Any) -> None:
         "--expect",
         type=int,
         metavar="N",
-        help="samples that there should be (default: what data_config.json says)",
+        help="samples that there should be (default: what the files beside them say)",
     )
     parser.add_argument(
         "--threads", type=int, metavar="N", help="files read at a time (default: cores)"
@@ -97,6 +97,10 @@ def _mebibytes(advance: Any) -> Any:
 def _show(checked: Check, console: Console) -> None:
     for note in checked.notes:
         console.line(f"note: {note}")
+    for index, reason in sorted(checked.failed.items())[:_SHOWN]:
+        console.line(f"note: data_{index}.pt was not written: {reason}")
+    if len(checked.failed) > _SHOWN:
+        console.line(f"note: ... and {len(checked.failed) - _SHOWN} more (manifest.json)")
     for sentence in checked.wrong:
         console.line(f"wrong: {sentence}", style="red")
     if checked.missing:
@@ -114,7 +118,8 @@ def _show(checked: Check, console: Console) -> None:
         f"({human_bytes(checked.nbytes / max(checked.seconds, 1e-9))}/s)."
     )
     if checked.sound:
-        console.line("All are sound.", style="green")
+        but = f", but {len(checked.failed)} could not be computed" if checked.failed else ""
+        console.line(f"All are sound{but}.", style="green")
     else:
         parts = [f"{len(bad)} bad", f"{len(checked.missing)} missing"]
         console.line(f"NOT SOUND: {', '.join(parts)}.", style="red")
@@ -142,9 +147,8 @@ def _as_json(checked: Check) -> dict[str, Any]:
         "seconds": round(checked.seconds, 3),
         "layer_ids": checked.layer_ids,
         "missing": checked.missing,
+        "failed": checked.failed,
         "wrong": checked.wrong,
         "notes": checked.notes,
-        "bad": [
-            {"file": s.name, "tokens": s.tokens, "wrong": s.wrong} for s in checked.bad
-        ],
+        "bad": [{"file": s.name, "tokens": s.tokens, "wrong": s.wrong} for s in checked.bad],
     }
