@@ -62,7 +62,7 @@ class Message:
         offset: where the block begins in the ring, in bytes.
         nbytes: its length.
         text: JSON or a sentence.
-        payload: the block itself, where no ring carries it (a CPU tensor).
+        payload: the block itself, where no ring carries it (a numpy array of its bytes).
     """
 
     kind: int
