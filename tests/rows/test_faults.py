@@ -40,6 +40,17 @@ AFTER = [prompt(33, 50), prompt(3, 51), prompt(200, 52)]
 
 
 @pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Also where a shell has started the tests in the background, with SIGINT ignored.
+
+    What the tests start inherits it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
     left = [t for t in threading.enumerate() if t.name.startswith("test-")]
