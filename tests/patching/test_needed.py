@@ -27,7 +27,7 @@ WITHOUT = {
     "results-by-offset": r"KeyError",
     "generator-door": r"is_encoder_decoder",
 }
-SCENES_OF_THEIR_OWN = {"block-hasher", "tokenizer-remote-code"}
+SCENES_OF_THEIR_OWN = {"block-hasher", "tokenizer-remote-code", "layers-in-other-words"}
 NEEDS_A_GPU = {"import-without-cuda"}  # tests/guest shows what a CPU can show of it
 
 
@@ -102,3 +102,16 @@ def test_tokenizer_remote_code(one_prompt: Run, checkpoint: Path, tmp_path: Path
     )
     assert done.returncode != 0
     assert "trust_remote_code" in done.stderr
+
+
+def test_layers_in_other_words(one_prompt: Run, tmp_path: Path) -> None:
+    """ChatGLM's config says num_layers; tests/families shows that with the patch it runs."""
+    from families import checkpoints
+    from families.registry import BY_NAME
+
+    model = checkpoints.make(BY_NAME["chatglm"], "bfloat16", tmp_path) / "model"
+    done = one_prompt(
+        model, HF_HOME=str(tmp_path / "hf"), VLLM_COMPAT_SKIP="layers-in-other-words"
+    )
+    assert done.returncode != 0
+    assert "Cannot determine num_layers from config" in done.stderr
