@@ -364,3 +364,13 @@ def test_a_manifest_of_another_form_does_no_harm(run: Path, content: str) -> Non
     checked = check_directory(run)
     assert checked.sound
     assert (len(checked.notes) == 1) == (content in ("{", "[]"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 576), (300, 4096), (3, 100_000)])
+def test_norms_in_pieces(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from vllm_compat.checks.files import _norms
+
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    torch.testing.assert_close(_norms(rows), whole)

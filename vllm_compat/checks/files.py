@@ -34,6 +34,7 @@ __all__ = ["Check", "Sample", "check_directory", "check_file"]
 _NAME = re.compile(r"data_(\d+)\.pt")
 _KEYS = {"input_ids", "hidden_states", "loss_mask"}
 _PIECE = 1 << 20  # bytes read at a time
+_NORM_PIECE = 1 << 16  # values whose norms are computed at a time
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of name and extra field
 
 # A file is like the others if the norms of its rows are within so many times their spread
@@ -282,8 +283,21 @@ def _look_at_states(states: list[torch.Tensor], sample: Sample) -> None:
         _look_at_rows(place, rows, sample)
 
 
+def _norms(rows: torch.Tensor) -> torch.Tensor:
+    """Of each row, in float32. In pieces that stay in a core's cache: twice as fast or more."""
+    norms = torch.empty(len(rows), dtype=torch.float32)
+    count = max(1, _NORM_PIECE // max(1, rows.shape[1]))
+    piece = torch.empty(min(count, len(rows)), rows.shape[1], dtype=torch.float32)
+    for start in range(0, len(rows), count):
+        part = rows[start : start + count]
+        torch.linalg.vector_norm(
+            piece[: len(part)].copy_(part), dim=1, out=norms[start : start + count]
+        )
+    return norms
+
+
 def _look_at_rows(place: int, rows: torch.Tensor, sample: Sample) -> None:
-    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    norms = _norms(rows)
     # One value that isn't finite makes the norm so; a large one overflows it as well.
     for position in (~torch.isfinite(norms)).nonzero().flatten().tolist():
         if not bool(torch.isfinite(rows[position]).all()):
