@@ -33,6 +33,7 @@ from .errors import (
     UnsupportedModelError,
     VllmCompatError,
 )
+from .on_ray import RayResources, actor_death
 from .transport.messages import Closed, Kind, Message
 from .transport.shared import Offer, Ring, Unavailable
 
@@ -69,13 +70,23 @@ class Engine:
         self._bare_reply = self._two_phase = False
         self._closed = False
         self._pid = os.getpid()
-        self.executor = build()
+        self._on_ray = RayResources(vllm_config)
+        try:
+            self.executor = build()
+        except BaseException:
+            self._on_ray.release(None)
+            raise
         # Kept here: vLLM's executors may drop theirs when they shut down.
         self._processes = [
             process
             for worker in getattr(self.executor, "workers", None) or ()
             if (process := getattr(worker, "proc", None)) is not None
         ]
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Of the workers that are processes of this machine (not those of Ray)."""
+        return [process.pid for process in self._processes]
 
     # -- calls into the executor ---------------------------------------------------------
 
@@ -398,6 +409,8 @@ class Engine:
                 "a worker gave no answer within VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS; what the "
                 "workers printed above may say why"
             )
+        if self._dead is None and (death := actor_death(error)) is not None:
+            self._dead = death
         try:
             self.check_alive()
         except EngineDeadError as dead:
@@ -415,6 +428,7 @@ class Engine:
         try:
             with contextlib.suppress(Exception):
                 self.executor.shutdown()
+            self._on_ray.release(self.executor)
         finally:
             # In the engine's thread, which may be in one of the queues that it closes.
             with contextlib.suppress(RuntimeError):  # no new thread while Python ends

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -71,14 +73,17 @@ def main() -> None:
         for one, other in zip(expected, found, strict=True)
         for a, b in zip(one, other, strict=True)
     )
-    from ray.util.state import list_actors, list_placement_groups
-
-    left = [a.class_name for a in list_actors(filters=[("state", "=", "ALIVE")])]
-    groups = [g.state for g in list_placement_groups() if g.state != "REMOVED"]
+    alive, deadline = Path(f"/proc/{worker['pid']}"), time.monotonic() + 30
+    while time.monotonic() < deadline and (
+        alive.exists() or not ray.available_resources().get("GPU")
+    ):
+        time.sleep(0.1)
+    groups = [g["state"] for g in ray.util.placement_group_table().values()]
+    free = ray.available_resources().get("GPU")
     print(
         json.dumps(
             {"executor": inner, "transport": worker["transport"], "same": same,
-             "actors": left, "groups": groups}
+             "worker lives": alive.exists(), "groups": groups, "free": free}
         )
     )  # fmt: skip
     ray.shutdown()
