@@ -76,6 +76,11 @@ class CapturingExecutor:
         self._session.close()
 
     @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the workers on this machine."""
+        return self._session.running_engine.worker_pids
+
+    @property
     def _batch(self) -> Batch:
         if self._session.batch is None:
             raise RuntimeError("a scheduler step outside of generate()")

@@ -9,6 +9,7 @@ neither torch, vLLM, speculators nor Ray.
     replica    one generator: batches in, states out, and who failed
     files      data_{i}.pt, whole or not at all
     manifest   what is there, and what it was made with
+    leftovers  what a killed generator would leave in /dev/shm and /tmp
     cores      which CPU cores a replica takes
     actors     replicas as Ray Data's actors
     run        all of it together

@@ -18,6 +18,7 @@ from .cores import Cores, bound
 from .errors import ReplicaError
 from .files import packed, path_of, sync_folder, write_whole
 from .job import Job
+from .leftovers import Janitor
 from .manifest import Outcome
 
 __all__ = ["Failure", "Replica", "Writer"]
@@ -50,6 +51,7 @@ class Replica:
         self.job = job
         self._generator: Any = None
         self._cores: Cores | None = None
+        self._janitor: Janitor | None = None
         self._deaths = 0
         self._vocabulary = self._max_tokens = 0
         self.notes: list[str] = []
@@ -71,6 +73,7 @@ class Replica:
             VllmHiddenStatesGenerator,
         )
 
+        janitor = Janitor()
         try:
             with self._binding():
                 self._generator = VllmHiddenStatesGenerator(
@@ -86,6 +89,8 @@ class Replica:
             raise ReplicaError(
                 f"The generator can't be made: {type(error).__name__}: {error}"
             ) from error
+        janitor.watch(self._generator.executor.worker_pids)
+        self._janitor = janitor
         config = self._generator.vllm_config
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_tokens = config.model_config.max_model_len - 1
@@ -173,6 +178,9 @@ class Replica:
                 generator.executor.shutdown()
             del generator
             gc.collect()
+        if self._janitor is not None:
+            self._janitor.clean()
+            self._janitor = None
 
     @contextlib.contextmanager
     def _binding(self) -> Iterator[None]:

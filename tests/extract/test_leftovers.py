@@ -1,0 +1,82 @@
+"""What a killed process leaves in /dev/shm and in the folder for temporary files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from vllm_compat.extract.leftovers import Janitor
+
+# As Ray does: the group of processes dies at once, Python's resource tracker with it.
+SCRIPT = """
+    import os, socket, sys, tempfile, uuid
+    from multiprocessing.shared_memory import SharedMemory
+    from vllm_compat.extract.leftovers import Janitor
+
+    before = SharedMemory(create=True, size=4096)
+    janitor = Janitor()
+    ring = SharedMemory(create=True, size=4096)
+    name = f"{sys.argv[1]}/{uuid.uuid4()}"
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(name)
+    janitor.watch([os.getpid()])
+    print(f"/dev/shm/{before.name}", f"/dev/shm/{ring.name}", name, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        paths = list(map(Path, process.stdout.readline().split()))
+        assert all(path.exists() for path in paths)
+        try:
+            yield process, paths
+        finally:
+            process.kill()
+            paths[0].unlink(missing_ok=True)
+
+
+def test_a_killed_group_leaves_nothing(
+    running: tuple[subprocess.Popen[str], list[Path]],
+) -> None:
+    process, (before, ring, name) = running
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 20
+    while (ring.exists() or name.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not ring.exists()
+    assert not name.exists()
+    assert before.exists()  # it was there before: somebody else's
+
+
+def test_what_others_make_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    janitor = Janitor()
+    others = SharedMemory(create=True, size=4096)
+    try:
+        with socket.socket(socket.AF_UNIX) as mine, socket.socket(socket.AF_UNIX) as vllms:
+            mine.bind(str(tmp_path / "mine"))
+            vllms.bind(str(tmp_path / str(uuid.uuid4())))
+            janitor.watch([])
+            janitor.clean()
+            assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+        assert Path("/dev/shm", others.name).exists()
+    finally:
+        others.close()
+        others.unlink()
