@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from .actors import StateFiles
 from .errors import ReplicaError
 from .job import Job
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "connection"]
 
 # Of the user's environment, what replicas on other machines must have as well.
 _PASSED_ON = ("VLLM_", "HF_HUB_OFFLINE", "HF_HOME", "HF_TOKEN", "TRANSFORMERS_OFFLINE")
@@ -40,7 +40,7 @@ class Cluster:
     def __init__(self, job: Job, replicas: int, address: str | None, store: int) -> None:
         self.job, self.replicas, self.address = job, replicas, address
         self._store = store
-        self._ours = False
+        self._stack = contextlib.ExitStack()
         self._gpus = 0.0
         self._free: dict[str, float] = {}
         self.notes: list[str] = []
@@ -48,13 +48,20 @@ class Cluster:
     def __enter__(self) -> Cluster:
         import ray
 
-        if not ray.is_initialized():
-            self._connect(ray)
-            self._ours = True
+        cores = len(os.sched_getaffinity(0))
+        ours = self._stack.enter_context(
+            connection(
+                self.address,
+                num_cpus=max(cores, self.replicas * (self.job.cpus or 1)),
+                object_store_memory=self._store,
+            )
+        )
+        if ours:
+            self._stack.push(self._await_departure)
         try:
             self._share_out(ray)
         except BaseException:
-            self.__exit__(None, None, None)
+            self._stack.close()
             raise
         return self
 
@@ -64,12 +71,7 @@ class Cluster:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        if self._ours:
-            import ray
-
-            if kind is None:
-                self._await_departure(ray)
-            ray.shutdown()
+        self._stack.__exit__(kind, error, where)
 
     def compute(
         self,
@@ -126,26 +128,12 @@ class Cluster:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _connect(self, ray: Any) -> None:
-        common = {"logging_level": logging.ERROR, "log_to_driver": True}
-        try:
-            if self.address is not None:
-                ray.init(address=self.address, **common)
-                return
-            cores = len(os.sched_getaffinity(0))
-            ray.init(
-                address="local",
-                num_cpus=max(cores, self.replicas * (self.job.cpus or 1)),
-                object_store_memory=self._store,
-                include_dashboard=False,
-                **common,
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = f"the Ray cluster at {self.address}" if self.address else "a local Ray"
-            raise ReplicaError(f"Can't reach {where}: {error}") from error
-
-    def _await_departure(self, ray: Any) -> None:
+    def _await_departure(self, kind: type[BaseException] | None, *_: object) -> None:
         """Lets actors end their workers: if killed, they leave files in /dev/shm behind."""
+        import ray
+
+        if kind is not None:
+            return
         deadline = time.monotonic() + _DEPARTURE
         while time.monotonic() < deadline:
             free = ray.available_resources()
@@ -204,6 +192,40 @@ class Cluster:
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
             passed["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, min(4, memory // 4 // self.replicas)))
         return passed
+
+
+@contextlib.contextmanager
+def connection(address: str | None, **local: Any) -> Iterator[bool]:
+    """A connection to Ray, for as long as it is needed.
+
+    Args:
+        address: of a cluster; None: a Ray of its own. A connection that is there is used.
+        local: arguments for a Ray of its own.
+
+    Yields:
+        Whether it was made here, and so ends here.
+
+    Raises:
+        ReplicaError: there is no Ray at the address, or none can be started.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield False
+        return
+    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": True}
+    try:
+        if address is not None:
+            ray.init(address=address, **common)
+        else:
+            ray.init(address="local", include_dashboard=False, **common, **local)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"the Ray cluster at {address}" if address else "a local Ray"
+        raise ReplicaError(f"Can't reach {where}: {error}") from error
+    try:
+        yield True
+    finally:
+        ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ from typing import Any, TextIO
 __all__ = ["Progress"]
 
 _EVERY = 10.0  # seconds
+_FIRST = 0.5  # seconds; samples of the first batch come together, and say nothing of the speed
+_SILENT = 300.0  # seconds after which a replica is not counted any more
 
 
 class Progress:
@@ -21,7 +23,8 @@ class Progress:
 
     def __init__(self, stream: TextIO, done: int, total: int) -> None:
         self._stream = stream
-        self._began = self._last = time.monotonic()
+        self._began: float | None = None
+        self._last = time.monotonic()
         self._done, self._total = done, total
         self._failed = self._tokens = 0
         self._replicas: dict[str, float] = {}
@@ -33,15 +36,20 @@ class Progress:
         """One sample more."""
         self._done += 1
         self._failed += failed
-        self._tokens += tokens
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now  # before, replicas were starting
+        if now - self._began >= _FIRST:
+            self._tokens += tokens
         if replica:
-            self._replicas[replica] = time.monotonic()
+            self._replicas[replica] = now
         if self._bar is not None:
             bar, task = self._bar
             bar.update(task, completed=self._done, speed=self._speed())
         elif time.monotonic() - self._last >= _EVERY:
             self._last = time.monotonic()
-            self.say(f"{self._done} of {self._total} samples, {self._speed()}")
+            parts = [f"{self._done} of {self._total} samples", self._speed()]
+            self.say(", ".join(filter(None, parts)))
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -58,10 +66,12 @@ class Progress:
             self._bar = None
 
     def _speed(self) -> str:
-        seconds = time.monotonic() - self._began
-        parts = [f"{self._tokens / seconds:.0f} tokens/s" if seconds > 0 else ""]
-        if len(self._replicas) > 1:
-            parts.append(f"{len(self._replicas)} replicas")
+        parts, now = [], time.monotonic()
+        if self._began is not None and self._tokens:
+            parts.append(f"{self._tokens / (now - self._began):.0f} tokens/s")
+        heard = sum(now - last < _SILENT for last in self._replicas.values())
+        if heard > 1:
+            parts.append(f"{heard} replicas")
         if self._failed:
             parts.append(f"{self._failed} failed")
         return ", ".join(parts)

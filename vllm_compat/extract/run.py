@@ -46,7 +46,7 @@ class Summary:
         failed: reason by index, of this run's samples.
         missing: samples without a file or a reason; more than none if the run was stopped.
         layer_ids: in the order of the files' states.
-        seconds: from the first batch to the last.
+        seconds: from the first batch to the last; on Ray, with the start of the replicas.
         notes: what the user should know.
     """
 
@@ -269,10 +269,14 @@ class _Run:
         """With one generator in this process."""
         if not self.batches:
             return
-        if address:  # for vLLM's own Ray executor
-            import ray
+        with contextlib.ExitStack() as stack:
+            if self.job.executor == "ray":
+                from .cluster import connection
 
-            ray.init(address=address, ignore_reinit_error=True)
+                stack.enter_context(connection(address))
+            self._here()
+
+    def _here(self) -> None:
         replica, writer = Replica(self.job), Writer(self.there.path)
         pending: deque[list[Any]] = deque()
 
