@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,39 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from .support import BATCH, LAYERS, SAMPLES, Command, files
+from .support import (
+    BATCH,
+    LAYERS,
+    SAMPLES,
+    Command,
+    descendants,
+    files,
+    names,
+    shared_files,
+    titled,
+    wait_until_gone,
+)
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
+slow = pytest.mark.slow
 
 
-def processes(name: str) -> list[int]:
-    """Process ids of this machine whose title begins so."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                title = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if title.startswith(name):
-                found.append(int(entry))
-    return found
-
-
-def descendants(root: int) -> set[int]:
-    parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                stat = Path(f"/proc/{entry}/stat").read_text()
-            except OSError:
-                continue
-            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
-    found = {root}
-    while more := {p for p, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+ACTOR = "ray::MapWorker"
 
 
 def test_two_replicas_write_the_bytes_of_one(
@@ -55,18 +40,22 @@ def test_two_replicas_write_the_bytes_of_one(
     output = tmp_path / "states"
     run = command.start(output, "--replicas", 2)
     run.wait_for_files(1)
-    actors = set(processes("ray::MapWorker")) & descendants(run.process.pid)
+    tree = descendants(run.process.pid)
+    actors = titled(tree, ACTOR)
     assert len(actors) == 2
-    os.kill(min(actors), signal.SIGKILL)
+    killed = min(actors)
+    theirs = descendants(killed)
+    left_behind = shared_files(theirs)
+    assert left_behind  # vLLM's, between the actor and its worker
+    os.kill(killed, signal.SIGKILL)
     text = run.wait()
     assert f"{SAMPLES} of {SAMPLES} samples" in text
     same_files(output)
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in actors) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in actors)
+    wait_until_gone(tree | theirs)
+    assert not {path for path in left_behind if path.exists()}
 
 
+@slow
 def test_the_driver_is_killed_and_the_run_goes_on_with_another_number_of_replicas(
     command: Command, same_files: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -75,23 +64,13 @@ def test_the_driver_is_killed_and_the_run_goes_on_with_another_number_of_replica
     run.wait_for_files(5)
     tree = descendants(run.process.pid)
     run.kill(signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while (left := {p for p in tree if alive(p)}) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left  # its Ray, actors and vLLM's workers went with it
+    wait_until_gone(tree)  # its Ray, actors and vLLM's workers went with it
     there = files(output)
     assert 5 <= len(there) < SAMPLES
     text = command.start(output).wait()
     assert re.search(rf"\d+ of {SAMPLES} samples are done already", text)
     assert there.items() <= files(output).items()
     same_files(output)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -112,22 +91,32 @@ def test_a_node_is_lost_in_mid_run(
     command: Command, same_files: Callable[[Path], None], two_nodes: Any, tmp_path: Path
 ) -> None:
     output = tmp_path / "states"
-    run = command.start(output, "--replicas", 2, "--address", two_nodes.address)
+    run = command.start(
+        output, "--replicas", 2, "--address", "auto", RAY_ADDRESS=two_nodes.address
+    )
     run.wait_for_files(BATCH + 1)
+    actors = titled(descendants(os.getpid()), ACTOR)
+    tree = {process for actor in actors for process in descendants(actor)}
+    left_behind = shared_files(tree)
+    assert left_behind
     two_nodes.remove_node(two_nodes.doomed, allow_graceful=False)
-    before = len(files(output))
+    before = len(names(output))
     assert before < SAMPLES
     text = run.wait()
     assert f"{SAMPLES} of {SAMPLES} samples" in text
     same_files(output)
+    wait_until_gone(tree)
+    assert not {path for path in left_behind if path.exists()}
 
 
+@slow
 def test_a_replica_that_can_not_be_made_is_told(command: Command, tmp_path: Path) -> None:
     text = command.start(tmp_path / "states", "--replicas", 2, "--layers", 70).wait(status=1)
     assert "Layer index 70 out of bounds [0, 6]" in text
     assert files(tmp_path / "states") == {}
 
 
+@slow
 def test_states_as_a_column(command: Command, undisturbed: Path) -> None:
     """The class itself in a user's own pipeline of Ray Data."""
     from vllm_compat.extract import HiddenStates

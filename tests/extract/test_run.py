@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,29 +16,28 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_compat.extract import DiskError, Job, extract
+from vllm_compat.extract import DiskError, Job, OutputConflictError
 from vllm_compat.extract.job import default_layers
 from vllm_compat.extract.replica import Failure, Replica
+from vllm_compat.extract.samples import Samples
 
-from .support import BATCH, LAYERS, SAMPLES, Command, files
+from .support import (
+    BATCH,
+    LAYERS,
+    SAMPLES,
+    Command,
+    descendants,
+    files,
+    names,
+    shared_files,
+    wait_until_gone,
+)
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-def call(command: Command, output: Path, **more: Any) -> Any:
-    """The same run as the command's, in this process."""
-    given: dict[str, Any] = {
-        "layer_ids": LAYERS,
-        "seq_length": 1024,
-        "batch_size": BATCH,
-        "cpus_per_replica": 1,
-        "token_freq_path": command.work / "token_freq.pt",
-        "cache_dir": str(command.work / "datasets"),
-        "preprocessing_workers": 1,
-    }
-    return extract(str(command.checkpoint), str(command.conversations), output, **given | more)
+pytestmark = pytest.mark.engine
+slow = pytest.mark.slow
 
 
+@slow
 def test_the_files_are_those_of_speculators(
     command: Command, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -86,8 +88,12 @@ def test_the_files_are_those_of_speculators(
 
 
 def test_a_run_that_is_stopped_goes_on(
-    command: Command, same_files: Callable[[Path], None], tmp_path: Path
+    command: Command,
+    same_files: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """By Ctrl-C, then by kill -9 of the driver."""
     output = tmp_path / "states"
 
     run = command.start(output)
@@ -100,48 +106,102 @@ def test_a_run_that_is_stopped_goes_on(
 
     run = command.start(output)
     run.wait_for_files(len(interrupted) + 6)
+    tree = descendants(run.process.pid)
+    left_behind = shared_files(tree)
+    assert left_behind  # vLLM's, between driver and worker
     run.kill(signal.SIGKILL)  # the driver alone; its workers must notice
+    wait_until_gone(tree)
+    assert not {path for path in left_behind if path.exists()}
     killed = files(output)
     assert len(killed) < SAMPLES
     assert interrupted.items() <= killed.items()
     (output / "data_43.pt.0123456789abcdef.part").write_bytes(b"begun")
 
-    text = command.start(output).wait()
-    assert f"{len(killed)} of {SAMPLES} samples are done already" in text
-    assert f"{SAMPLES - len(killed)} written now" in text
+    before = times(output)
+    summary = command.call(output)
+    assert (summary.there, summary.written) == (len(killed), SAMPLES - len(killed))
+    same_files(output)
+    assert before.items() <= times(output).items()  # nothing is written twice
+
+    def no_generator(*_: Any) -> None:
+        raise AssertionError("there is nothing to compute")
+
+    monkeypatch.setattr(Replica, "start", no_generator)
+    before = times(output)
+    summary = command.call(output)
+    assert (summary.there, summary.written) == (SAMPLES, 0)
+    assert times(output) == before
     same_files(output)
 
-    before = {path: path.stat().st_mtime_ns for path in output.glob("data_*.pt")}
-    text = command.start(output, VLLM_PLUGINS="none").wait()
-    assert "0 written now" in text
-    assert "captures layers" not in text  # no generator was made
-    assert before == {path: path.stat().st_mtime_ns for path in output.glob("data_*.pt")}
 
-
+@slow
 def test_shards_write_what_one_run_writes(
     command: Command, same_files: Callable[[Path], None], tmp_path: Path
 ) -> None:
+    """By the script of docs/scaling.md; the scheduler's one part in it is a number."""
     output = tmp_path / "states"
-    # The borders of the first part are not those of batches.
-    command.start(output, "--start", 3, "--end", 18).wait()
-    assert sorted(files(output)) == sorted(f"data_{i}.pt" for i in range(3, 18))
+    # The borders of this part are not those of batches.
+    command.call(output, start=3, end=18)
+    assert names(output) == sorted(f"data_{i}.pt" for i in range(3, 18))
     counts = json.loads((output / "manifest.json").read_text())["counts"]
     assert counts["missing"] == SAMPLES - 15
-    command.start(output, "--shard", "1/2").wait()
-    text = command.start(output).wait()
-    assert "written now" in text
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    (script,) = re.findall(r"^    (#!/bin/bash\n(?:    .*\n)+)", page, re.MULTILINE)
+    script = re.sub("^    ", "", script, flags=re.MULTILINE)
+    rest = shlex.join(command.arguments(output)[3:])  # those that the tests need
+    for old, new in (
+        ("vllm-compat", f"{sys.executable} -m vllm_compat"),
+        ("--model MODEL", rest),
+        ("--data chats.jsonl", ""),
+        ("/shared/states", str(output)),
+        ("/8", "/2"),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "array.sh").write_text(script)
+    for task in ("0", "1"):
+        subprocess.run(
+            ["bash", tmp_path / "array.sh"],
+            check=True, env={**os.environ, "SLURM_ARRAY_TASK_ID": task},
+        )  # fmt: skip
     same_files(output)
+    assert command.call(output).written == 0
 
 
 def test_other_settings_are_refused(command: Command, undisturbed: Path) -> None:
     before = files(undisturbed)
-    text = command.start(undisturbed, "--layers", "1").wait(status=1)
-    assert "settings.layer_ids [5, 1, 6] there, [1] now" in text
-    text = command.start(undisturbed, "--max-samples", "7").wait(status=1)
-    assert f"data.samples {SAMPLES} there, 7 now" in text or "counts the tokens" in text
+    with pytest.raises(OutputConflictError, match=r"layer_ids \[5, 1, 6\] there, \[1\] now"):
+        command.call(undisturbed, layer_ids=[1])
+    with pytest.raises(OutputConflictError, match=f"samples {SAMPLES} there, 7 now"):
+        command.call(
+            undisturbed, max_samples=7, token_freq_path=command.work / "others.pt"
+        )
+    with pytest.raises(OutputConflictError, match="counts the tokens of other data"):
+        command.call(undisturbed, max_samples=7)
     assert files(undisturbed) == before
 
 
+def test_a_sample_that_fails_is_recorded_and_the_rest_is_written(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """speculators gives no such samples; a data set of the user's own may."""
+    good = [list(range(1, length)) for length in (30, 9, 60)]
+    bad = [[], [5, 10**6]]
+    ids = [good[0], bad[0], good[1], bad[1], good[2], good[0]]
+    samples = Samples.of(ids, [[1] * len(each) for each in ids])
+    monkeypatch.setattr("vllm_compat.extract.run.prepare", lambda *_, **__: samples)
+    output = tmp_path / "states"
+    summary = command.call(output)
+    assert names(output) == [f"data_{i}.pt" for i in (0, 2, 4, 5)]
+    assert summary.written == 4
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["counts"] == {"samples": 6, "written": 4, "missing": 0, "failed": 2}
+    assert manifest["failed"]["1"] == "The sample is empty."
+    assert "1000000 is outside of the vocabulary" in manifest["failed"]["3"]
+    assert command.call(output).failed == summary.failed  # without a generator
+
+
+@slow
 def test_a_full_disk_stops_the_run_and_loses_nothing(
     command: Command,
     same_files: Callable[[Path], None],
@@ -164,17 +224,18 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("vllm_compat.extract.files.os.write", limited)
         with pytest.raises(DiskError, match=r"data_\d+\.pt can't be written: the disk is full"):
-            call(command, output)
+            command.call(output)
     there = files(output)
     assert 0 < len(there) < SAMPLES
     assert not list(output.glob("*.part"))
-    summary = call(command, output)
+    summary = command.call(output)
     assert summary.there == len(there)
     assert summary.written == SAMPLES - len(there)
     assert there.items() <= files(output).items()
     same_files(output)
 
 
+@slow
 def test_a_disk_that_is_really_full(command: Command, tmp_path: Path) -> None:
     output = tmp_path / "disk"
     output.mkdir()
@@ -196,6 +257,7 @@ def test_a_disk_that_is_really_full(command: Command, tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", output], check=True)
 
 
+@slow
 def test_a_bad_sample_fails_alone_and_a_dead_engine_is_replaced(command: Command) -> None:
     replica = Replica(Job(str(command.checkpoint), seq_length=256, cpus=1))
     good = [[i % 250 for i in range(length)] for length in (30, 7, 200)]
@@ -223,6 +285,11 @@ def test_a_bad_sample_fails_alone_and_a_dead_engine_is_replaced(command: Command
         assert replica._generator is not engine
     finally:
         replica.close()
+
+
+def times(folder: Path) -> dict[str, int]:
+    """When each data file was written."""
+    return {name: (folder / name).stat().st_mtime_ns for name in names(folder)}
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
