@@ -32,7 +32,10 @@ def main() -> int:
     python = ensure("demo")
     say("[0] Environment ready")
     if not any(option.startswith("--output") for option in options):
-        options = ["--output", str(ROOT / "demo-output"), *options]
+        output = ROOT / "demo-output"
+        if example != "smollm2_states":
+            output /= example
+        options = ["--output", str(output), *options]
     command = [str(python), str(script), *options]
     return subprocess.run(command, env=child_environment(), check=False).returncode
 
