@@ -309,8 +309,11 @@ def _trial(worker: Any, model: Any) -> Any:
     positions = torch.arange(_TRIAL_TOKENS, device=worker.model_runner.device)
     # Not token 0: often the padding token, whose embedding is zero.
     input_ids = (positions * 7 + 3) % vocabulary
-    if getattr(worker.model_runner, "uses_mrope", False):
+    # One row for each axis; on text they agree. HunYuan-VL has a rope of its own kind.
+    if config.model_config.uses_mrope:
         positions = positions.repeat(3, 1)
+    elif axes := getattr(config.model_config, "uses_xdrope_dim", 0):
+        positions = positions.repeat(axes, 1)
     with (
         set_current_vllm_config(config),
         set_forward_context(None, config, num_tokens=_TRIAL_TOKENS),

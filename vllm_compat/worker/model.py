@@ -287,7 +287,7 @@ def _stream_into(trace: _Trace) -> torch.Tensor:
     first, *others = _stream_tensors(trace)
     if not others:
         return first
-    noise = torch.randn_like(first) * first.float().std().to(first.dtype)
+    noise = _noise(first)
     with_noise, without = (
         _call_final(trace, second) for second in (noise, torch.zeros_like(noise))
     )
@@ -405,20 +405,28 @@ def _layer_takes(
         output = layer.forward(*map(put, args), **{key: put(v) for key, v in kwargs.items()})
         return _pair(output)
 
-    shift = torch.randn_like(hidden) * (hidden.std() + residual.std())
-    before = outputs[index]
-    ignores = stream(hidden, residual + shift)
-    if all(_same(new, old) for new, old in zip(ignores, _pair(before), strict=True)):
+    # Both, whatever the first says: layers that talk to other ranks must be run as often on
+    # each of them.
+    before, shift = _pair(outputs[index]), _noise(hidden, residual)
+    other_residual = stream(hidden, residual + shift)
+    other_split = stream(hidden + shift, residual - shift)
+    if all(_same(new, old) for new, old in zip(other_residual, before, strict=True)):
         return "hidden"
-    new, old = (
-        torch.stack(pair).sum(0).float()
-        for pair in (stream(hidden + shift, residual - shift), _pair(before))
-    )
+    new, old = (torch.stack(pair).sum(0).float() for pair in (other_split, before))
     # Of most rows: with other rounding a token may go to another expert.
     noticed, shifted = (
         torch.linalg.vector_norm(value, dim=-1).median() for value in (new - old, shift.float())
     )
     return "hidden+residual" if noticed < 0.25 * shifted else "neither"
+
+
+def _noise(*scales: torch.Tensor) -> torch.Tensor:
+    """Of the shape and the scale of these; the same on every rank, and nobody else's seed."""
+    like = scales[0]
+    generator = torch.Generator(like.device).manual_seed(0)
+    noise = torch.randn(like.shape, generator=generator, device=like.device)
+    scale = sum(tensor.float().std() for tensor in scales)
+    return (noise * scale).to(like.dtype)
 
 
 def _is(value: Any, other: torch.Tensor) -> bool:
