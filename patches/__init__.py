@@ -6,6 +6,7 @@ from ..record import Patch
 from . import (
     block_hasher,
     cpu_norms,
+    device_name,
     engine_args,
     executor,
     generator,
@@ -33,6 +34,7 @@ REGISTRY: tuple[Patch, ...] = (
     *executor.PATCHES,
     *cpu_norms.PATCHES,
     *memory.PATCHES,
+    *device_name.PATCHES,
     *kv_cache.PATCHES,
     *scheduler.PATCHES,
     *request.PATCHES,

@@ -114,7 +114,7 @@ class _State:
     holders: dict[object, dict[str, Any]] = field(default_factory=dict)
     report: Report | None = None
     patches: tuple[Patch, ...] = ()
-    # More than one if the generator's module was executed again (importlib.reload).
+    # One for each module with seams; more if one was executed again (importlib.reload).
     commits: list[Commit] = field(default_factory=list)
     watch: ImportWatch | None = None
     # The generator's module, if it was executed under our eyes.
@@ -324,7 +324,7 @@ def current() -> Report:
         if report is None:
             return _switched_off() if _disabled() else plan(untested="allow")
         _catch_up()
-        on = bool(_STATE.commits)
+        on = any(made.module == GENERATOR for made in _STATE.commits)
         collisions = [note for made in _STATE.commits for note in made.collisions]
         return Report(
             report.environment,
@@ -392,7 +392,7 @@ def _switch_on(report: Report) -> None:
     """Lets our finder see all further imports."""
     _choice("VLLM_COMPAT_TRANSPORT", ("auto", "shared", "rpc"))
     patches = tuple(e.patch for e in report.entries if e.state == "off")
-    watch = ImportWatch({**_around(patches), GENERATOR: _on_import})
+    watch = ImportWatch({**_around(patches), **{m: _on_import(m) for m in _modules(patches)}})
     watch.start()
     _STATE.report, _STATE.patches, _STATE.watch = report, patches, watch
     if not _STATE.generation:
@@ -423,35 +423,47 @@ def _switched_off() -> Report:
     return Report(detect(), entries, (reason,))
 
 
-@contextlib.contextmanager
-def _on_import() -> Iterator[None]:
-    """Around the execution of the generator's module: the first one, and a reload."""
-    module = sys.modules[GENERATOR]
-    again = not _initializing(module)
-    with _LOCK:
-        _STATE.watched = module
-        for made in _STATE.commits:
-            made.release(module)
-    try:
-        yield
-    except BaseException:
-        if again:  # the module is there still, with some of its names anew
-            _bind()
-        raise
-    _bind()
+def _modules(patches: Sequence[Patch]) -> list[str]:
+    """The modules that have seams: the generator's, and what else of speculators there is."""
+    seams = (seam for patch in patches for seam in patch.replaces)
+    return list(dict.fromkeys([GENERATOR, *(seam.partition(":")[0] for seam in seams)]))
+
+
+def _on_import(name: str) -> Any:
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        """Around the execution of a module with seams: the first one, and a reload."""
+        module = sys.modules[name]
+        again = not _initializing(module)
+        with _LOCK:
+            if name == GENERATOR:
+                _STATE.watched = module
+            for made in _STATE.commits:
+                made.release(module)
+        try:
+            yield
+        except BaseException:
+            if again:  # the module is there still, with some of its names anew
+                _bind(name)
+            raise
+        _bind(name)
+
+    return around
 
 
 def _catch_up() -> None:
-    """The module is there, but wasn't imported through our finder."""
-    module = sys.modules.get(GENERATOR)
-    if module is not None and not _STATE.commits and not _initializing(module):
-        _bind()
+    """Modules that are there, but weren't imported through our finder."""
+    done = {made.module for made in _STATE.commits}
+    for name in _modules(_STATE.patches):
+        module = sys.modules.get(name)
+        if module is not None and name not in done and not _initializing(module):
+            _bind(name)
 
 
-def _bind() -> None:
+def _bind(name: str) -> None:
     with _LOCK:
         if _STATE.watch is not None:
-            made = commit(_STATE.patches)
+            made = commit(_STATE.patches, name)
             _STATE.commits.append(made)
             for sentence in made.collisions:
                 log.warning("vllm-compat: %s.", sentence)

@@ -62,6 +62,8 @@ class Patch:
         provides: ``module:name`` of what ``around_import`` supplies to that import.
         discards: seams of ``replaces`` at which what was there is never called again: if
             that is another library's replacement, the two can't both be on.
+        anywhere: seams of ``replaces`` whose replacement acts outside of generators too: only
+            names that nothing but speculators uses, and in the one way that the patch is about.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Patch:
     around_import: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     provides: tuple[str, ...] = ()
     discards: tuple[str, ...] = ()
+    anywhere: tuple[str, ...] = ()
 
     def expected(self, environment: Environment) -> bool | None:
         """What the release numbers say.

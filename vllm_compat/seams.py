@@ -1,7 +1,8 @@
 """Binds replacements at the seams, and takes them off again.
 
-A replacement acts inside a generator only. For anybody else, and after it was taken off, the
-name is what it was, even where somebody's wrapper still holds on to it.
+A replacement acts inside a generator only, unless its record says otherwise. For anybody
+else, and after it was taken off, the name is what it was, even where somebody's wrapper still
+holds on to it.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ class Commit:
     """The replacements that were bound together.
 
     Attributes:
+        module: whose names they are.
         live: False for good once they were taken off.
         collisions: a sentence for each name that somebody else had replaced before; their
             replacement is kept underneath ours.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
+        self.module = module
         self.live = True
         self.collisions: tuple[str, ...] = ()
         self._bound: list[_Bound] = []
@@ -103,17 +106,23 @@ class Commit:
             self._bound.remove(item)
 
 
-def commit(patches: Sequence[Patch]) -> Commit:
+def commit(patches: Sequence[Patch], module: str = "") -> Commit:
     """Builds every replacement first, then binds them all.
+
+    Args:
+        patches: in the order of application.
+        module: bind only this module's names. It is imported.
 
     Raises:
         PatchConflictError: a name is missing, or holds somebody's replacement that ours
             would never call. Nothing has changed.
     """
-    made = Commit()
+    made = Commit(module)
     chains: dict[str, list[Patch]] = {}
     for patch in patches:
         for seam in patch.replaces:
+            if module and seam.partition(":")[0] != module:
+                continue
             chains.setdefault(seam, []).append(patch)
     wanted: list[_Bound] = []
     collisions: list[str] = []
@@ -129,8 +138,12 @@ def commit(patches: Sequence[Patch]) -> Commit:
         ours = value
         for patch in chain:
             ours = patch.replaces[seam](ours)
-        standing_in = _door if isinstance(owner, type) else Switch
-        wanted.append(_Bound(seam, owner, attribute, original, standing_in(made, ours, value)))
+        stand_in = (
+            _door(made, ours, value)
+            if isinstance(owner, type)
+            else Switch(made, ours, value, any(seam in patch.anywhere for patch in chain))
+        )
+        wanted.append(_Bound(seam, owner, attribute, original, stand_in))
     made.collisions = tuple(collisions)
     made.bind(wanted)
     return made
@@ -261,15 +274,18 @@ def _door(made: Commit, ours: Any, original: Any) -> Callable[..., Any]:
 class Switch:
     """Stands for a name of a module: ours inside a generator, the original anywhere else.
 
+    ``anywhere`` makes it ours wherever it is called from, until it is taken off.
+
     What it stands for may be a class, a function or a module. It is passed through as far
     as the interpreter lets one object stand for another: it can be called, subclassed,
     asked about instances, pickled (as the original), and has the original's attributes.
     """
 
-    __slots__ = ("_commit", "_ours", "vllm_compat_original")
+    __slots__ = ("_anywhere", "_commit", "_ours", "vllm_compat_original")
 
-    def __init__(self, made: Commit, ours: Any, original: Any) -> None:
+    def __init__(self, made: Commit, ours: Any, original: Any, anywhere: bool = False) -> None:
         set_own = functools.partial(object.__setattr__, self)
+        set_own("_anywhere", anywhere)
         set_own("_commit", made)
         set_own("_ours", ours)
         set_own("vllm_compat_original", original)
@@ -281,7 +297,7 @@ class Switch:
         return bool(self._commit.live)
 
     def _standing(self) -> Any:
-        if self._commit.live and SERVED.get() is not None:
+        if self._commit.live and (self._anywhere or SERVED.get() is not None):
             return self._ours
         return self.vllm_compat_original
 
