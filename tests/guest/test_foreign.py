@@ -173,13 +173,16 @@ def test_after_us_and_taken_off_after_us(module: Any, calls: list[str]) -> None:
 def test_on_a_method_after_us_and_on_again(module: Any, calls: list[str]) -> None:
     generator = module.VllmHiddenStatesGenerator
     vllm_compat.apply()
-    generator.generate = tracing("theirs", calls)(vars(generator)["generate"])
+    generator.generate = theirs = tracing("theirs", calls)(vars(generator)["generate"])
     vllm_compat.revert()
     with pytest.raises(AttributeError, match="vllm_config"):
         generator.generate(object.__new__(generator), [[1, 2]])  # the original, through theirs
     assert calls == ["theirs"]
     vllm_compat.apply()
     assert vars(generator)["generate"].vllm_compat_live()
+    # functools.wraps has copied our mark to theirs; it isn't taken for ours.
+    vllm_compat.revert()
+    assert vars(generator)["generate"] is theirs
 
 
 def test_deleted_after_us(module: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -113,6 +113,33 @@ def test_imports_go_on_while_our_finder_comes_and_goes(
     assert sys.meta_path == finders
 
 
+def test_a_finder_that_goes_while_an_import_is_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, without luck: the finder after ours takes ours out."""
+    from vllm_compat.imports import ImportWatch
+
+    (tmp_path / "vllm_compat_test_module.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    asked: list[str] = []
+
+    class Stops:
+        def find_spec(self, name: str, *_: Any) -> None:
+            asked.append("stops")
+            watch.stop()
+
+    class Next:
+        def find_spec(self, name: str, *_: Any) -> None:
+            asked.append("next")
+
+    watch = ImportWatch({})
+    monkeypatch.setattr(sys, "meta_path", [Stops(), Next(), *sys.meta_path])
+    watch.start()
+    importlib.import_module("vllm_compat_test_module")
+    del sys.modules["vllm_compat_test_module"]
+    assert asked == ["stops", "next"]
+
+
 # -- while the generator is being imported, in processes of their own -----------------------
 
 
