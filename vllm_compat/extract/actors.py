@@ -67,7 +67,7 @@ class HiddenStates:
         layers = None if layer_ids is None else tuple(layer_ids)
         job = Job(model, layers, max_model_len, tensor_parallel_size, gpu_memory_utilization)
         self._bits = bits
-        self._replica = Replica(_with_own_cores(job))
+        self._replica = Replica(_with_own_cores(job), alone=True)
         self._replica.start()
 
     def __del__(self) -> None:
@@ -120,7 +120,7 @@ class StateFiles:
     """
 
     def __init__(self, job: Job, output: str) -> None:
-        self._replica = Replica(_with_own_cores(job))
+        self._replica = Replica(_with_own_cores(job), alone=True)
         self._writer = Writer(Path(output))
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="vllm-compat-replica")
         self._stopped: VllmCompatError | None = None

@@ -42,7 +42,7 @@ class Cluster:
         self._store = store
         self._stack = contextlib.ExitStack()
         self._gpus = 0.0
-        self._free: dict[str, float] = {}
+        self._used: dict[str, float] = {}
         self.notes: list[str] = []
 
     def __enter__(self) -> Cluster:
@@ -136,15 +136,19 @@ class Cluster:
             return
         deadline = time.monotonic() + _DEPARTURE
         while time.monotonic() < deadline:
-            free = ray.available_resources()
-            if all(free.get(k, 0.0) >= v for k, v in self._free.items() if k in ("CPU", "GPU")):
+            total, free = ray.cluster_resources(), ray.available_resources()
+            # Of what is there now: a node may have been lost.
+            if all(
+                free.get(k, 0.0) + used >= total.get(k, 0.0) for k, used in self._used.items()
+            ):
                 return
             time.sleep(0.1)
 
     def _share_out(self, ray: Any) -> None:
         """Decides which devices a replica takes."""
         total = ray.cluster_resources()
-        self._free = ray.available_resources()
+        free = ray.available_resources()
+        self._used = {k: total.get(k, 0.0) - free.get(k, 0.0) for k in ("CPU", "GPU")}
         vllm = detect().vllm
         on_cpu = vllm is None or "cpu" in f"{vllm.distribution} {vllm.text}"
         if self.job.executor == "ray":

@@ -2,8 +2,9 @@
 
 vLLM's executor and its workers talk through files in /dev/shm and sockets in the folder for
 temporary files. When their process is killed, multiprocessing's resource tracker removes the
-files; but Ray kills the whole process group of an actor that died, the tracker with it. The
-sockets nobody removes. So a process outside of the group waits for the end.
+files; but Ray kills the whole process group of an actor that died, and an actor whose node died
+kills its children before it ends: the tracker with them. The sockets nobody removes. So a
+process waits for the end that is in no such group and nobody's child.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 __all__ = ["Janitor"]
@@ -21,6 +23,8 @@ __all__ = ["Janitor"]
 # Reads names until nobody can send any more: until this process has ended, in whatever way.
 _SCRIPT = """
 import os, sys
+if os.fork():
+    os._exit(0)
 for name in sys.stdin.read().split("\\0"):
     if name:
         try:
@@ -28,17 +32,36 @@ for name in sys.stdin.read().split("\\0"):
         except OSError:
             pass
 """
+_EVERY = 0.5  # seconds
 _SHARED_MEMORY = "/dev/shm/"
 # vllm.utils: get_open_zmq_ipc_path(), a uuid4 in VLLM_RPC_BASE_PATH.
 _SOCKET = re.compile(r".*/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Janitor:
-    """Removes what a generator leaves behind. To be made before the generator is."""
+    """Removes what a generator leaves behind. To be made before the generator is.
 
-    def __init__(self) -> None:
-        self._before = _named_files(os.getpid())
+    Args:
+        alone: nothing else goes on in this process, as in an actor: whatever appears in it is
+            the generator's, and goes even if it is killed while the generator is made.
+    """
+
+    def __init__(self, alone: bool = False) -> None:
+        self._known = _named_files(os.getpid())
         self._process: subprocess.Popen[bytes] | None = None
+        self._made = threading.Event()
+        with contextlib.suppress(OSError):  # no process to be had: as without it
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _SCRIPT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,  # says nothing; its end is the end of the work
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._process.wait()
+        self._looking = threading.Thread(target=self._look, daemon=True)
+        if alone:
+            self._looking.start()
 
     def watch(self, workers: Iterable[int]) -> None:
         """From now on, what was made since then goes when this process ends.
@@ -47,30 +70,45 @@ class Janitor:
             workers: ids of the generator's processes. All of its files are theirs too; what
                 else this process has is somebody else's.
         """
+        self._stop_looking()
         names = {name for name in _named_files(os.getpid()) if _SOCKET.fullmatch(name)}
         for worker in workers:
             names |= _named_files(worker)
-        names -= self._before
-        if not names:
-            return
-        with contextlib.suppress(OSError):  # no process to be had: as without it
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _SCRIPT],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            assert self._process.stdin is not None
-            self._process.stdin.write("\0".join(sorted(names)).encode(errors="surrogateescape"))
-            self._process.stdin.flush()
+        self._tell(names)
 
     def clean(self) -> None:
-        """Removes it now: the generator has been shut down."""
+        """Removes it now: the generator has been shut down, or could not be made."""
+        self._stop_looking()
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 process.communicate(timeout=10)
+
+    def _look(self) -> None:
+        while not self._made.wait(_EVERY):
+            for process in [os.getpid(), *_children()]:
+                self._tell(_named_files(process))
+
+    def _stop_looking(self) -> None:
+        self._made.set()
+        if self._looking.is_alive():
+            self._looking.join()
+
+    def _tell(self, names: set[str]) -> None:
+        names -= self._known
+        if self._process is None or self._process.stdin is None:
+            return
+        self._known |= names
+        with contextlib.suppress(OSError):
+            for name in sorted(names):
+                self._process.stdin.write(name.encode(errors="surrogateescape") + b"\0")
+            self._process.stdin.flush()
+
+
+def _children() -> Iterator[int]:
+    with contextlib.suppress(OSError):  # a kernel without CONFIG_PROC_CHILDREN
+        for thread in os.listdir("/proc/self/task"):
+            yield from map(int, Path(f"/proc/self/task/{thread}/children").read_text().split())
 
 
 def _named_files(process: int) -> set[str]:

@@ -45,10 +45,11 @@ class Replica:
 
     Args:
         job: what to make.
+        alone: nothing else goes on in this process.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, alone: bool = False) -> None:
+        self.job, self._alone = job, alone
         self._generator: Any = None
         self._cores: Cores | None = None
         self._janitor: Janitor | None = None
@@ -73,7 +74,7 @@ class Replica:
             VllmHiddenStatesGenerator,
         )
 
-        janitor = Janitor()
+        self._janitor = Janitor(self._alone)
         try:
             with self._binding():
                 self._generator = VllmHiddenStatesGenerator(
@@ -84,13 +85,14 @@ class Replica:
                     tensor_parallel_size=self.job.tensor_parallel_size,
                 )
         except VllmCompatError:
+            self._drop()
             raise
         except Exception as error:
+            self._drop()
             raise ReplicaError(
                 f"The generator can't be made: {type(error).__name__}: {error}"
             ) from error
-        janitor.watch(self._generator.executor.worker_pids)
-        self._janitor = janitor
+        self._janitor.watch(self._generator.executor.worker_pids)
         config = self._generator.vllm_config
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_tokens = config.model_config.max_model_len - 1
