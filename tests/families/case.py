@@ -45,7 +45,7 @@ def run(folder: Path, tensor_parallel_size: int) -> dict[str, Any]:
             tensor_parallel_size=tensor_parallel_size,
         )
     except vllm_compat.UnsupportedModelError as error:
-        return {"refused": str(error)}
+        return {"refused": str(error), "versions": versions()}
     results = generator.generate(prompts)
     workers = vllm_compat.status().workers
     assert len(results) == len(prompts)

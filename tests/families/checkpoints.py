@@ -128,7 +128,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     inner = model
     for name in ("model", "transformer", "gpt_neox", "language_model", "decoder"):
         inner = getattr(inner, name, inner)
-    layers = getattr(inner, "layers", None) or inner.h
+    layers = next(
+        getattr(inner, name) for name in ("layers", "h", "blocks") if hasattr(inner, name)
+    )
     assert isinstance(layers, nn.ModuleList)
     return layers
 
@@ -155,9 +157,8 @@ def reference(model: Any) -> list[torch.Tensor]:
             )
         states = torch.stack([caught[i].reshape(len(prompt), -1) for i in range(len(layers))])
         for i in range(len(layers) - 1):
-            torch.testing.assert_close(
-                states[i], output.hidden_states[i + 1][0], rtol=1e-5, atol=1e-5
-            )
+            theirs = output.hidden_states[i + 1].reshape(len(prompt), -1)
+            torch.testing.assert_close(states[i], theirs, rtol=1e-5, atol=1e-5)
         result.append(states.float())
     for handle in handles:
         handle.remove()
@@ -492,6 +493,62 @@ def llama_int4(family: Family, dtype: torch.dtype, folder: Path) -> list[torch.T
     return states
 
 
+def chatglm(family: Family, dtype: torch.dtype, folder: Path) -> list[torch.Tensor]:
+    """GLM's weights under the names, and with the config, that ChatGLM's own code has."""
+    model = model_of(family, dtype)
+    states = reference(model)
+    config, weights = model.config, model.state_dict()
+    tensors = {
+        "transformer.embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
+        "transformer.encoder.final_layernorm.weight": weights["model.norm.weight"],
+        "transformer.output_layer.weight": weights["lm_head.weight"],
+    }
+    for index in range(config.num_hidden_layers):
+        old, new = f"model.layers.{index}.", f"transformer.encoder.layers.{index}."
+        for theirs, ours in (
+            ("input_layernorm", "input_layernorm"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+            ("self_attention.dense", "self_attn.o_proj"),
+            ("mlp.dense_h_to_4h", "mlp.gate_up_proj"),
+            ("mlp.dense_4h_to_h", "mlp.down_proj"),
+        ):
+            tensors[f"{new}{theirs}.weight"] = weights[f"{old}{ours}.weight"]
+        for kind in ("weight", "bias"):
+            tensors[f"{new}self_attention.query_key_value.{kind}"] = torch.cat(
+                [weights[f"{old}self_attn.{name}_proj.{kind}"] for name in "qkv"]
+            )
+    save_weights(folder, tensors, dtype)
+    edit_json(
+        folder / "config.json",
+        architectures=[family.architecture],
+        model_type="chatglm",
+        auto_map={"AutoConfig": "configuration_chatglm.ChatGLMConfig"},
+        dtype=dtype_name(dtype),
+        num_layers=config.num_hidden_layers,
+        padded_vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        kv_channels=config.head_dim,
+        num_attention_heads=config.num_attention_heads,
+        multi_query_attention=True,
+        multi_query_group_num=config.num_key_value_heads,
+        seq_length=config.max_position_embeddings,
+        layernorm_epsilon=config.rms_norm_eps,
+        rmsnorm=True,
+        post_layer_norm=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        original_rope=True,
+        tie_word_embeddings=False,
+        bos_token_id=SIZES["bos_token_id"],
+        eos_token_id=SIZES["eos_token_id"],
+        pad_token_id=SIZES["pad_token_id"],
+    )
+    remote_code(folder, "configuration_chatglm.py")
+    write_tokenizer(folder)
+    return states
+
+
 def minimax_m2(family: Family, dtype: torch.dtype, folder: Path) -> list[torch.Tensor]:
     """MiniMax-M2 written out in torch, from the published description of the model."""
     hidden, inner, layers = SIZES["hidden_size"], 64, SIZES["num_hidden_layers"]
@@ -632,6 +689,7 @@ WRITERS: dict[str, Callable[[Family, torch.dtype, Path], list[torch.Tensor]]] = 
         kimi_k2_5,
         kimi_k2_5_int4,
         llama_int4,
+        chatglm,
         minimax_m2,
     )
 }

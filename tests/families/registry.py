@@ -66,7 +66,7 @@ class Family:
     Attributes:
         name: identifier, used for the test and in the results.
         title: what people call it.
-        vllm_class: class that vLLM 0.16.0 runs it with (checked).
+        vllm_class: class that vLLM runs it with (checked).
         model: class of transformers that makes the weights and the reference.
         config_class: class of transformers; ``model`` with its suffix replaced, if empty.
         config: differences from ``SIZES``.
@@ -81,6 +81,7 @@ class Family:
         refused: words of the sentence that refuses it, for one that must be.
         fast: in the default run.
         tensor_parallel: also run with ``tensor_parallel_size=2``.
+        vllm: versions of vLLM that have it (PEP 440); empty for all from 0.16.0.
         note: for the page in docs/.
     """
 
@@ -100,6 +101,7 @@ class Family:
     refused: str = ""
     fast: bool = False
     tensor_parallel: bool = False
+    vllm: str = ""
     note: str = ""
 
     def allowed(self, dtype: str) -> float:
@@ -158,6 +160,15 @@ VISION_IDS = {
 
 #: For models with as many key heads as query heads, whose configs know no other.
 MULTI_HEAD = {"num_key_value_heads": None, "head_dim": None}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+#: The newest vLLM of the matrix, with the first transformers that has these models.
+NEWEST = ">=0.32"
 CHAMELEON = {
     "head_dim": None,
     "vocabulary_map": {
@@ -731,21 +742,85 @@ FAMILIES: tuple[Family, ...] = (
         config=MULTI_HEAD | {"intermediate_size": None},
     ),
     Family(
+        "chatglm",
+        "ChatGLM (GLM-4-9B as published first)",
+        "ChatGLMForCausalLM",
+        "GlmForCausalLM",
+        architecture="ChatGLMModel",
+        config={"attention_bias": True, "rope_theta": 10000.0},
+        writer="chatglm",
+        fast=True,
+        note="The layers are in a module called encoder. Reference: transformers' own GLM, "
+        "which computes the same; the weights are written under ChatGLM's names. Config is "
+        "remote code.",
+    ),
+    Family("glm", "GLM", "GlmForCausalLM", "GlmForCausalLM", config={"attention_bias": True}),
+    Family(
+        "gpt_j",
+        "GPT-J",
+        "GPTJForCausalLM",
+        "GPTJForCausalLM",
+        config=MULTI_HEAD | {"intermediate_size": None, "n_inner": 256, "rotary_dim": 16},
+    ),
+    Family(
         "qwen3_next",
         "Qwen3-Next",
         "Qwen3NextForCausalLM",
         "Qwen3NextForCausalLM",
         config=MOE
+        | LINEAR
         | {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 32,
-            "linear_conv_kernel_dim": 4,
             "shared_expert_intermediate_size": 64,
             "decoder_sparse_step": 1,
         },
         workarounds=("gated_delta_net",),
+    ),
+    # What came after 0.16.0. Nothing in vllm-compat knows any of them.
+    Family(
+        "gemma4",
+        "Gemma 4 (text)",
+        "Gemma4ForCausalLM",
+        "Gemma4ForCausalLM",
+        config_class="Gemma4TextConfig",
+        config={
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 6,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 32,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+        vllm=NEWEST,
+        note="Embeddings of their own for each layer.",
+    ),
+    Family(
+        "exaone_moe",
+        "K-EXAONE (EXAONE MoE)",
+        "ExaoneMoeForCausalLM",
+        "ExaoneMoeForCausalLM",
+        config={
+            "sliding_window": WINDOW,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        },
+        vllm=NEWEST,
+    ),
+    Family(
+        "hyperclovax",
+        "HyperCLOVA X",
+        "HyperCLOVAXForCausalLM",
+        "HyperCLOVAXForCausalLM",
+        config_class="HyperCLOVAXConfig",
+        config={
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+            "use_post_norm": True,
+        },
+        vllm=NEWEST,
     ),
 )
 

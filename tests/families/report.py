@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .classes import CLASSES, Class
 from .cpu_workarounds import WORKAROUNDS
 from .registry import FAMILIES, PROMPT_LENGTHS, SIZES, TOLERANCE, Family
 
@@ -22,12 +23,44 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 Result = Mapping[str, Any]
 
+RETURNS = {"hidden": "the state", "hidden+residual": "state and residual to add"}
+
+#: What the measurements don't say.
+TEXT = (
+    "## What is refused",
+    "",
+    "A model whose states would be a guess is refused when the generator is made, with a "
+    "sentence that says why (`UnsupportedModelError`):",
+    "",
+    "- layers that run more than once in a forward (Ouro, IQuest-LoopCoder): there is no one "
+    "state after a layer;",
+    "- layers that carry several streams, which are mixed into one after the last of them "
+    "(Gemma 3n; hyper-connections, as in DeepSeek-V4);",
+    "- layers that disagree about the residual (Chameleon-30B), or that hand on something that "
+    "only the next one makes a state of: with tensor parallelism on NVIDIA GPUs, vLLM 0.32's "
+    "DeepSeek-V3.2 and MiniMax-M3 leave the sum over all ranks to the next layer (read, not "
+    "run);",
+    "- layers of which a rank has some of the rows only (sequence parallelism), and pipeline "
+    "stages.",
+    "",
+    "## Code of the checkpoint",
+    "",
+    "speculators' generator trusts a checkpoint's own code for the model and its config "
+    "(`trust_remote_code=True`), and does not ask. vllm-compat makes the same decision for the "
+    "tokenizer and for what vLLM loads (the image processor of Kimi-K2.5), so that nothing is "
+    "asked on stdin in the middle of a run; a line in the log says when a tokenizer's own code "
+    "runs. So don't point the generator at a checkpoint whose code you would not run. Without "
+    "it: `VLLM_COMPAT_SKIP=tokenizer-remote-code`.",
+    "",
+)
+
 COMMANDS = (
     "# The default run: the families that the registry calls fast.",
     "python -m pytest tests/families",
     "# All the others.",
     "python -m pytest tests/families -m slow_families",
-    "# All, and this page from what they measured.",
+    "# All, and this page from what they measured. Families that only a newer vLLM has are",
+    "# skipped with a sentence; with that vLLM (constraints/cells has its versions) they run.",
     "VLLM_COMPAT_FAMILY_RESULTS=tests/families/results.jsonl \\",
     "    python -m pytest tests/families -m 'slow_families or not slow_families'",
     "python -m tests.families.report",
@@ -109,6 +142,21 @@ def render(results: Iterable[Result]) -> str:
         f"- `VLLM_MLA_DISABLE=1` ({', '.join(no_mla)}): the CPU backend has no MLA kernel; "
         "vLLM then runs the same attention as multi-head attention."
     )
+    parts += [
+        "",
+        "## Classes without an engine",
+        "",
+        "For these transformers has neither config nor weights, so that there is nothing to "
+        "compare rows with. vLLM's own class is built from a config of tiny sizes, with "
+        "random weights, and the trial of the set-up runs on it. What it finds out is what was "
+        "read in vLLM's source (0.16.0).",
+        "",
+        "| vLLM class | layers | layers return |",
+        "| --- | --- | --- |",
+        *(class_row(which) for which in CLASSES.values()),
+        "",
+        *TEXT,
+    ]
     tested = sorted(
         {
             f"vLLM {v['vllm']}, speculators {v['speculators']}, transformers "
@@ -117,28 +165,36 @@ def render(results: Iterable[Result]) -> str:
             if v
         }
     )
-    parts += ["", "## Versions", "", *(f"- {line}" for line in tested)]
+    parts += ["## Versions", "", *(f"- {line}" for line in tested)]
     parts += ["", "## Measure again", "", "```sh", *COMMANDS, "```", ""]
     return "\n".join(parts)
 
 
 def row(family: Family, result: Result) -> str:
+    version = result.get("versions", {}).get("vllm", "").partition("+")[0]
     if "refused" in result:
-        return f"| {family.title} | `{family.vllm_class}` | | | {result['ranks']} | | refused |"
-    returns = {"hidden": "the state", "hidden+residual": "state and residual to add"}
+        cells = (family.title, f"`{family.vllm_class}`", version, "", str(result["ranks"]), "")
+        return f"| {' | '.join(cells)} | refused |"
     dtype = result["dtype"]
     if result["checkpoint"] == "auto":
         dtype += " (float32 checkpoint)"
     cells = (
         family.title,
         f"`{result['vllm_class']}`",
-        result["versions"]["vllm"].partition("+")[0],
+        version,
         dtype,
         str(result["ranks"]),
-        returns[result["convention"]],
+        RETURNS[result["convention"]],
         f"{result['largest_error']:.1e}",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def class_row(which: Class) -> str:
+    returns = RETURNS.get(which.convention, "refused")
+    layers = f"`{which.layers}`" if which.layers else ""
+    note = f" ({which.title})" if which.title else ""
+    return f"| `{which.architecture}`{note} | {layers} | {returns} |"
 
 
 def main() -> None:

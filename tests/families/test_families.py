@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
+
+import vllm_compat
 
 from .registry import FAMILIES, PROMPT_LENGTHS, Family
 
@@ -30,6 +33,13 @@ def cases(*, tensor_parallel: bool) -> Iterator[Any]:
             continue
         for dtype in family.dtypes[:1] if tensor_parallel else family.dtypes:
             marks = [] if family.fast else [pytest.mark.slow_families]
+            if family.vllm:
+                installed = vllm_compat.status(workers=False).environment.vllm
+                release = installed.release if installed else None
+                fits = release and SpecifierSet(family.vllm).contains(release)
+                marks.append(
+                    pytest.mark.skipif(not fits, reason=f"vLLM {family.vllm} has this model")
+                )
             yield pytest.param(family, dtype, id=f"{family.name}-{dtype}", marks=marks)
 
 
@@ -59,7 +69,7 @@ def check(
     if family.refused or "refused" in result:
         assert family.refused, f"refused: {result['refused']}"
         assert family.refused in result["refused"]
-        record(family, dtype, ranks, {"refused": result["refused"]})
+        record(family, dtype, ranks, result)
         return
     assert result["vllm_class"] == family.vllm_class
     assert result["workers"] == ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from .cpu_workarounds import WORKAROUNDS
 from .registry import BY_NAME, FAMILIES
@@ -21,6 +22,8 @@ def test_every_family_has_a_result() -> None:
     assert {(r["family"], r["checkpoint"], r["ranks"]) for r in results} == wanted
     for result in results:
         family = BY_NAME[result["family"]]
+        if family.vllm:
+            assert result["versions"]["vllm"] in SpecifierSet(family.vllm)
         if family.refused:
             assert family.refused in result["refused"]
             continue
