@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,19 +55,28 @@ def test_two_replicas_write_the_bytes_of_one(
 
 
 @slow
-def test_the_driver_is_killed_and_the_run_goes_on_with_another_number_of_replicas(
-    command: Command, same_files: Callable[[Path], None], tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_goes_on_with_another_number_of_replicas(
+    command: Command, same_files: Callable[[Path], None], tmp_path: Path, number: int
 ) -> None:
+    """Ctrl-C, as a terminal sends it to all, and kill -9 of the driver alone."""
     output = tmp_path / "states"
     run = command.start(output, "--replicas", 2)
     run.wait_for_files(5)
     tree = descendants(run.process.pid)
-    run.kill(signal.SIGKILL)
+    actors = {p for actor in titled(tree, ACTOR) for p in descendants(actor)}
+    left_behind = shared_files(actors)
+    assert left_behind
+    text = run.kill(number, group=number == signal.SIGINT)
+    if number == signal.SIGINT:
+        assert run.process.returncode == 130, text
+        assert "The same command goes on" in text
     wait_until_gone(tree)  # its Ray, actors and vLLM's workers went with it
+    assert not {path for path in left_behind if path.exists()}
     there = files(output)
     assert 5 <= len(there) < SAMPLES
-    text = command.start(output).wait()
-    assert re.search(rf"\d+ of {SAMPLES} samples are done already", text)
+    summary = command.call(output)
+    assert summary.there == len(there)
     assert there.items() <= files(output).items()
     same_files(output)
 

@@ -236,7 +236,10 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(
 
 
 @slow
-def test_a_disk_that_is_really_full(command: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_disk_that_is_really_full(command: Command, tmp_path: Path, replicas: int) -> None:
+    if replicas > 1:
+        pytest.importorskip("ray")
     output = tmp_path / "disk"
     output.mkdir()
     mounted = subprocess.run(
@@ -246,7 +249,8 @@ def test_a_disk_that_is_really_full(command: Command, tmp_path: Path) -> None:
     if mounted.returncode:
         pytest.skip("mounting a small disk is not allowed here")
     try:
-        text = command.start(output / "states").wait(status=1)
+        run = command.start(output / "states", "--replicas", replicas)
+        text = run.wait(status=1)
         assert "can't be written: the disk is full" in text
         there = files(output / "states")
         assert 0 < len(there) < SAMPLES
