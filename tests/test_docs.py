@@ -24,6 +24,7 @@ BY_HAND = "run by hand, on the machine that the page names"
 # The beginning of a command, and what runs it.
 KNOWN = {
     "python3 scripts/demo.py --example eagle3_smollm2": "tests/test_draft.py::test_a_short_form",  # noqa: E501
+    "python examples/eagle3_smollm2/run.py": "tests/test_draft.py::test_a_short_form",
     "python3 scripts/demo.py": "tests/test_demo.py::test_demo_from_checkpoint_to_verdict",
     "python3 scripts/test.py": ".ci/run",
     "python3 scripts/release.py": "tests/test_release.py::test_the_metadata",
