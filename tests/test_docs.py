@@ -78,7 +78,7 @@ def _shell_lines(page: Path) -> list[str]:
         elif kind == "":  # output, drawings, and commands
             lines = [line for line in lines if _looks_like_a_command(line)]
         for line in lines:
-            bare = re.sub(r"\s+#.*", "", line).strip()
+            bare = re.sub(r"(^|\s)#.*", "", line).strip()
             bare = re.sub(r"^(exec|CUDA_VISIBLE_DEVICES=\S+|VLLM_COMPAT_\w+=\S+) ", "", bare)
             bare = re.sub(r"\s*(&|\|\| exit 1)$", "", bare)
             commands += [c.strip() for c in bare.split(";") if c.strip()]
