@@ -20,12 +20,13 @@ from .state import GENERATOR, State, faults
 
 
 def seams() -> set[str]:
-    """As State calls them, of the patches that are on."""
+    """As State calls them, of the patches that are on; some wait for another import."""
     return {
         seam.replace(":", ".")
         for entry in activation.current().entries
         if entry.state == "on"
         for seam in entry.patch.replaces
+        if seam.partition(":")[0] in sys.modules
     }
 
 
