@@ -33,6 +33,8 @@ class Class:
         refused: words of the sentence that refuses it.
         config: differences from ``COMMON``.
         title: what sets it apart from another entry of the same class.
+        broken: the final norm is made to see another stream than the layers return, as in a
+            model that scales it: the self-check of the set-up has to notice.
     """
 
     architecture: str
@@ -41,6 +43,7 @@ class Class:
     refused: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
+    broken: bool = False
 
 
 LAYERS = 4
@@ -132,6 +135,16 @@ CLASSES: Mapping[str, Class] = {
         config={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 64},
     ),
     "orion": Class("OrionForCausalLM", "model.layers", "hidden"),
+    "orion-broken": Class(
+        "OrionForCausalLM", refused="neither what its last", title="broken", broken=True
+    ),
+    "qwen-broken": Class(
+        "QWenLMHeadModel",
+        refused="neither what its last",
+        config={"kv_channels": 32},
+        title="broken",
+        broken=True,
+    ),
     # Each layer runs several times in one forward: there is no one state after it.
     "ouro": Class("OuroForCausalLM", refused="once each", config={"total_ut_steps": 2}),
     "iquest-loopcoder": Class(
@@ -205,6 +218,9 @@ def find_out(which: Class) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         write(which, Path(name))
         config, model = build(Path(name))
+    if which.broken:
+        norm = model.model.norm if hasattr(model, "model") else model.transformer.ln_f
+        norm.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
     runner = SimpleNamespace(device=torch.device("cpu"))
     worker = SimpleNamespace(vllm_config=config, model_runner=runner)
 
