@@ -54,6 +54,11 @@ class CaptureExtension:
             return self._vllm_compat_setup(layer_ids)
         except UnsupportedModelError as error:
             return {"refused": str(error)}
+        except Exception as error:
+            # vLLM sends the text alone, which for some (AssertionError) is empty.
+            raise RuntimeError(
+                f"the set-up of the capture failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _vllm_compat_setup(self, layer_ids: list[int]) -> dict[str, Any]:
         runner = self.model_runner
