@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not in a checkout")
+
+
+@lru_cache
+def _commit() -> str:
+    """HEAD, once: somebody may commit while this runs."""
+    return _git("rev-parse", "HEAD").strip()
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _release(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -40,7 +53,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             before = os.umask(umask)
             try:
                 folder = tmp_path_factory.mktemp(name)
-                found.append(release.build(Path(sys.executable), "HEAD", folder))
+                found.append(release.build(Path(sys.executable), _commit(), folder))
             finally:
                 os.umask(before)
     first, second = found
@@ -52,11 +65,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def _tracked() -> set[str]:
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-tree", "-r", "--name-only", "HEAD"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return set(listed.stdout.splitlines())
+    return set(_git("ls-tree", "-r", "--name-only", _commit()).splitlines())
 
 
 def test_the_sdist_has_all_that_is_tracked(built: tuple[Path, Path]) -> None:
