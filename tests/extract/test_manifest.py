@@ -101,6 +101,13 @@ def test_what_makes_no_difference_is_not_refused(tmp_path: Path) -> None:
     Folder(tmp_path, other, 0, 4).close()
 
 
+def test_a_folder_that_does_not_say_how_many_cores_goes_on(tmp_path: Path) -> None:
+    Folder(tmp_path, FACTS, 0, 10).close()
+    more = copy.deepcopy(FACTS)
+    more["settings"]["cpus_per_replica"] = 1
+    Folder(tmp_path, more, 0, 10).close()
+
+
 def test_other_versions_only_if_asked_for(tmp_path: Path) -> None:
     Folder(tmp_path, FACTS, 0, 10).close()
     other = copy.deepcopy(FACTS)

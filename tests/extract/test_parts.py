@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from vllm_compat.extract import ExtractError, OutputConflictError
 from vllm_compat.extract.cores import Cores, bound
 from vllm_compat.extract.job import model_identity
-from vllm_compat.extract.run import _batches, _part
+from vllm_compat.extract.run import _batches, _cores, _part
 from vllm_compat.extract.samples import Samples, prepare
 
 from .support import SAMPLES, Command, make_checkpoint
@@ -125,6 +126,20 @@ def test_a_batch_is_the_same_whatever_part_of_it_is_wanted() -> None:
     (first, second) = _batches(5, 11, SAMPLES, 4, {})
     assert (first.start, first.end, first.wanted) == (4, 8, (5, 6, 7))
     assert (second.start, second.end, second.wanted) == (8, 12, (8, 9, 10))
+
+
+def test_the_number_of_cores_is_a_setting_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+
+    def cores(*given: Any) -> Any:
+        return _cores(*given).get("cpus_per_replica")
+
+    assert cores(3, 2, None) == 3
+    assert cores(None, 2, None) == 4
+    assert cores(None, 1, None) == "all of 8"
+    assert cores(None, 2, "auto") == "the cluster's, shared by 2"
+    monkeypatch.setattr("vllm_compat.extract.run.on_cpu", lambda: False)
+    assert cores(None, 2, None) is None
 
 
 def test_a_core_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,8 @@ def test_other_settings_are_refused(command: Command, undisturbed: Path) -> None
     before = files(undisturbed)
     with pytest.raises(OutputConflictError, match=r"layer_ids \[5, 1, 6\] there, \[1\] now"):
         command.call(undisturbed, layer_ids=[1])
+    with pytest.raises(OutputConflictError, match="cpus_per_replica 1 there, 2 now"):
+        command.call(undisturbed, cpus_per_replica=2)
     with pytest.raises(OutputConflictError, match=f"samples {SAMPLES} there, 7 now"):
         command.call(
             undisturbed, max_samples=7, token_freq_path=command.work / "others.pt"

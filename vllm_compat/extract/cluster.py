@@ -12,10 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..environment import detect
 from .actors import StateFiles
 from .errors import ReplicaError
-from .job import Job
+from .job import Job, on_cpu
 
 __all__ = ["Cluster", "connection"]
 
@@ -149,14 +148,12 @@ class Cluster:
         total = ray.cluster_resources()
         free = ray.available_resources()
         self._used = {k: total.get(k, 0.0) - free.get(k, 0.0) for k in ("CPU", "GPU")}
-        vllm = detect().vllm
-        on_cpu = vllm is None or "cpu" in f"{vllm.distribution} {vllm.text}"
         if self.job.executor == "ray":
             # vLLM's own workers take the devices; the actor only drives them.
             self._gpus = 0.0
             self.job = replace(self.job, cpus=1)
             return
-        if not on_cpu:
+        if not on_cpu():
             self._gpus = float(self.job.tensor_parallel_size)
             there = total.get("GPU", 0.0)
             self._fit("GPU", self._gpus, there)

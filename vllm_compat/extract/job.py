@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .errors import ExtractError
 
-__all__ = ["Job", "default_layers", "model_identity", "versions"]
+__all__ = ["Job", "default_layers", "model_identity", "on_cpu", "versions"]
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth")
 _CODE = ".py"  # of checkpoints that bring their own
@@ -71,6 +71,14 @@ def versions() -> list[tuple[str, str]]:
     from ..environment import detect
 
     return [(p.name, p.text) for p in detect().packages()] + [("vllm-compat", __version__)]
+
+
+def on_cpu() -> bool:
+    """Whether the vLLM that is installed is one for CPUs."""
+    from ..environment import detect
+
+    vllm = detect().vllm
+    return vllm is None or "cpu" in f"{vllm.distribution} {vllm.text}"
 
 
 def model_identity(model: str) -> str:

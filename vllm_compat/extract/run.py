@@ -21,7 +21,7 @@ from .. import errors as base
 from . import errors
 from .errors import ExtractError, ReplicaError
 from .files import write_whole
-from .job import Job, default_layers, model_identity, versions
+from .job import Job, default_layers, model_identity, on_cpu, versions
 from .manifest import Folder, Outcome
 from .progress import Progress
 from .replica import Replica, Writer
@@ -203,6 +203,7 @@ def extract(
             "seq_length": seq_length,
             "batch_size": batch_size,
             "tensor_parallel_size": tensor_parallel_size,
+            **_cores(cpus_per_replica, replicas, address),
         },
         "versions": dict(installed),
     }
@@ -425,6 +426,20 @@ def _check(
             raise ExtractError(f"{name} {value}: at least {least} is needed.")
     if executor not in ("mp", "ray"):
         raise ExtractError(f"--executor {executor}: mp or ray is possible.")
+
+
+def _cores(each: int | None, replicas: int, address: str | None) -> dict[str, Any]:
+    """Of a replica, on a CPU: with other numbers of threads, sums have other last bits."""
+    if not on_cpu():
+        return {}
+    if each is not None:
+        return {"cpus_per_replica": each}
+    if address:
+        return {"cpus_per_replica": f"the cluster's, shared by {replicas}"}
+    there = len(os.sched_getaffinity(0))
+    if replicas == 1:
+        return {"cpus_per_replica": f"all of {there}"}  # vLLM chooses
+    return {"cpus_per_replica": max(there // replicas, 1)}
 
 
 def _error_class(name: str) -> type[base.VllmCompatError]:
