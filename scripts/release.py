@@ -24,9 +24,9 @@ from environment import ROOT, ensure, guarded
 
 
 def git(*arguments: str) -> bytes:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *arguments], capture_output=True, check=True
-    ).stdout
+    # Whoever the checkout belongs to (in a container it is often somebody else).
+    command = ["git", "-C", str(ROOT), "-c", "safe.directory=*", *arguments]
+    return subprocess.run(command, capture_output=True, check=True).stdout
 
 
 def unpack(commit: str, folder: Path) -> None:
