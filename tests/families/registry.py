@@ -167,6 +167,8 @@ LINEAR = {
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
+#: The only ones that vLLM's CPU kernel of linear attention knows.
+WIDE_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 #: The newest vLLM of the matrix, with the first transformers that has these models.
 NEWEST = ">=0.32"
 CHAMELEON = {
@@ -755,6 +757,29 @@ FAMILIES: tuple[Family, ...] = (
         "remote code.",
     ),
     Family("glm", "GLM", "GlmForCausalLM", "GlmForCausalLM", config={"attention_bias": True}),
+    Family(
+        "dots1",
+        "dots.llm1",
+        "Dots1ForCausalLM",
+        "Dots1ForCausalLM",
+        config={
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            # vLLM reads these; transformers' class has no such fields, real checkpoints do.
+            "moe_layer_freq": 1,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+        note="Scaling factor 1: with another, vLLM 0.16.0 scales the shared experts too, "
+        "transformers the routed ones only; real checkpoints have 2.5.",
+    ),
     Family("ernie4_5", "ERNIE 4.5", "Ernie4_5ForCausalLM", "Ernie4_5ForCausalLM"),
     Family(
         "granite_moe_shared",
@@ -848,6 +873,32 @@ FAMILIES: tuple[Family, ...] = (
         },
         vllm=NEWEST,
         note="Embeddings of their own for each layer.",
+    ),
+    Family(
+        "qwen3_5",
+        "Qwen3.5",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForCausalLM",
+        config_class="Qwen3_5TextConfig",
+        config=LINEAR | WIDE_HEADS,
+        dtypes=("bfloat16",),
+        vllm=NEWEST,
+        note="bfloat16 only: so is vLLM's CPU kernel of its linear attention.",
+    ),
+    Family(
+        "cohere2_moe",
+        "Cohere 2 MoE",
+        "Cohere2MoeForCausalLM",
+        "Cohere2MoeForCausalLM",
+        config={
+            "sliding_window": 512,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+        },
+        vllm=NEWEST,
+        note="No prompt is as long as the window: vLLM's is one token longer than "
+        "transformers'.",
     ),
     Family(
         "exaone_moe",
