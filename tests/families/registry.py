@@ -782,6 +782,14 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("ernie4_5", "ERNIE 4.5", "Ernie4_5ForCausalLM", "Ernie4_5ForCausalLM"),
     Family(
+        "olmo",
+        "OLMo",
+        "OlmoForCausalLM",
+        "OlmoForCausalLM",
+        # vLLM's class has as many key heads as query heads.
+        config={"head_dim": None, "num_key_value_heads": 4},
+    ),
+    Family(
         "granite_moe_shared",
         "Granite-MoE with shared experts",
         "GraniteMoeSharedForCausalLM",
@@ -884,6 +892,27 @@ FAMILIES: tuple[Family, ...] = (
         dtypes=("bfloat16",),
         vllm=NEWEST,
         note="bfloat16 only: so is vLLM's CPU kernel of its linear attention.",
+    ),
+    Family(
+        "qwen3_5_moe",
+        "Qwen3.5-MoE",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        config_class="Qwen3_5MoeTextConfig",
+        # All experts take part, as for GPT-OSS.
+        config=MOE
+        | LINEAR
+        | WIDE_HEADS
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 64,
+        },
+        dtypes=("bfloat16",),
+        # Rounding adds up from layer to layer, more than in Qwen3.5 itself.
+        tolerance={"bfloat16": 0.1},
+        vllm=NEWEST,
+        note="bfloat16 only, as Qwen3.5; every expert is active.",
     ),
     Family(
         "cohere2_moe",
