@@ -241,15 +241,6 @@ def plain(family: Family, dtype: torch.dtype, folder: Path) -> list[torch.Tensor
     return states
 
 
-def without_reference(family: Family, dtype: torch.dtype, folder: Path) -> list[torch.Tensor]:
-    """For a family that has to be refused because it has no one state to compare with."""
-    model = model_of(family, dtype)
-    model.to(dtype).save_pretrained(folder)
-    write_tokenizer(folder)
-    layers, hidden = SIZES["num_hidden_layers"], SIZES["hidden_size"]
-    return [torch.zeros(layers, length, hidden) for length in PROMPT_LENGTHS]
-
-
 def qwen_vl(family: Family, dtype: torch.dtype, folder: Path) -> list[torch.Tensor]:
     states = plain(family, dtype, folder)
     tokenizer = write_tokenizer(folder, transformers.Qwen2TokenizerFast)
@@ -691,7 +682,6 @@ WRITERS: dict[str, Callable[[Family, torch.dtype, Path], list[torch.Tensor]]] = 
     writer.__name__: writer
     for writer in (
         plain,
-        without_reference,
         qwen_vl,
         chameleon,
         llama4_scaling,

@@ -833,6 +833,21 @@ FAMILIES: tuple[Family, ...] = (
         config=MULTI_HEAD | {"intermediate_size": None, "n_inner": 256, "rotary_dim": 16},
     ),
     Family(
+        "mpt",
+        "MPT",
+        "MPTForCausalLM",
+        "MptForCausalLM",
+        config=MULTI_HEAD
+        | {
+            "intermediate_size": None,
+            "num_hidden_layers": 4,
+            # transformers always makes the inner layer four times as wide.
+            "expansion_ratio": 4,
+            "max_position_embeddings": None,
+            "max_seq_len": 2048,
+        },
+    ),
+    Family(
         "dbrx",
         "DBRX",
         "DbrxForCausalLM",
