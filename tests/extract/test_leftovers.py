@@ -73,7 +73,7 @@ def test_a_killed_group_leaves_nothing(
     assert before.exists()  # it was there before: somebody else's
 
 
-@pytest.mark.parametrize("dies", ["actor", "node"])
+@pytest.mark.parametrize("dies", [pytest.param("actor", marks=pytest.mark.slow), "node"])
 def test_what_ray_kills_leaves_nothing(dies: str) -> None:
     """Ray kills more than the process that died; not a word of vLLM in here."""
     ray = pytest.importorskip("ray")
