@@ -6,6 +6,7 @@ python -m guest.starts CHECKPOINT
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +87,12 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{k}: {before[k]} -> {now[k]}" for k in before if before[k] != now[k]]
 
 
+def added(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of others was there before may go meanwhile."""
+    new = {k: sorted(set(now[k]) - set(before[k])) for k in before}
+    return [f"{k}: {names}" for k, names in new.items() if names]
+
+
 def make(folder: str) -> Any:
     from speculators.data_generation.vllm_hidden_states_generator import (
         VllmHiddenStatesGenerator,
@@ -152,6 +160,11 @@ def main(folder: str) -> None:
     vllm_compat.apply()
     import speculators.data_generation.vllm_hidden_states_generator  # noqa: F401
 
+    # vLLM imports it where it is installed (EngineArgs.create_engine_config, 0.16.0), for every
+    # engine, and Ray puts a hook of its own before sys.excepthook.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("ray")
+
     found: dict[str, Any] = {}
     before, nothing = process_state(), left_over()
     # Another thread goes about its own business.
@@ -169,7 +182,11 @@ def main(folder: str) -> None:
     generator.executor.shutdown()
     found["after it was shut down"] = differences(before, process_state())
     del generator
-    found["left over"] = differences(nothing, left_over())
+    # What shutdown() has told to end may still be at it.
+    deadline = time.monotonic() + 20
+    while (left := added(nothing, left_over())) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    found["left over"] = left
     found["rows"] = {"here": rows(folder)}
     with ThreadPoolExecutor(1) as pool:
         found["rows"]["thread"] = pool.submit(rows, folder).result()
