@@ -24,6 +24,7 @@ from conformance.models import prompt
 import vllm_compat
 
 from .conftest import (
+    ONE_THREAD,
     Build,
     Checkpoints,
     Subject,
@@ -220,6 +221,7 @@ def script(folder: Path, place: Path, body: str) -> Iterator[tuple[subprocess.Po
             stderr=errors,
             text=True,
             start_new_session=True,
+            env={**os.environ, **ONE_THREAD},
         )
         assert process.stdout is not None
         try:
