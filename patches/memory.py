@@ -6,6 +6,7 @@ from typing import Any
 
 from ..record import Patch, at
 from ..session import current_session
+from ..stand_in import StandIn
 
 
 def _worker_memory() -> tuple[int, int]:
@@ -14,28 +15,19 @@ def _worker_memory() -> tuple[int, int]:
     return min(free for free, _ in replies), min(total for _, total in replies)
 
 
-class _Cuda:
+class _Cuda(StandIn):
     """``torch.cuda`` without a context of this process (0.5 GB on the driver's GPU)."""
-
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return _worker_memory()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cuda, name)
 
-
-class _Torch:
+class _Torch(StandIn):
     """``torch``, as the generator's module sees it."""
 
     def __init__(self, torch: Any) -> None:
-        self._torch = torch
+        super().__init__(torch)
         self.cuda = _Cuda(torch.cuda)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
 
 
 PATCHES = (

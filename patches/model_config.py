@@ -6,20 +6,18 @@ import logging
 from typing import Any
 
 from ..record import Patch, Symbol, at
+from ..stand_in import StandIn
 
 log = logging.getLogger("vllm_compat")
 
 
-class _ReadByVllm:
+class _ReadByVllm(StandIn):
     """Stands in for ``transformers.AutoConfig`` inside the generator's module.
 
     The generator wants ``num_hidden_layers`` of the config or of its ``text_config``, and
     nothing else of it. Where it would find none, vLLM is asked, which reads the same file for
     the model.
     """
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
 
     def from_pretrained(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -35,9 +33,6 @@ class _ReadByVllm:
             return config
         text = _text_config_of_vllm(path)
         return config if text is None else text
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 def _says_layers(config: Any) -> bool:

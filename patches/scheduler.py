@@ -7,6 +7,7 @@ from typing import Any
 
 from ..record import Patch, Symbol, at
 from ..session import Session, current_session
+from ..stand_in import StandIn
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 # In the call of Scheduler(); CacheConfig gets one in every speculators.
@@ -15,29 +16,26 @@ _PASSES_BLOCK_SIZE = (
 )
 
 
-class _Queued:
+class _Queued(StandIn):
     """vLLM's scheduler as the generator sees it: the engine's thread makes the calls.
 
     An interrupt (Ctrl-C) so finds a scheduler that is never half way through one.
     """
 
     def __init__(self, session: Session, scheduler: Any) -> None:
+        super().__init__(scheduler)
         self._session = session
-        self._scheduler = scheduler
 
     def add_request(self, request: Any) -> Any:
         _ = self._session.running_batch  # or nobody would ever take the request out again
-        return self._session.running_engine.run(self._scheduler.add_request, request)
+        return self._session.running_engine.run(self._original.add_request, request)
 
     def schedule(self) -> Any:
         engine = self._session.running_engine
         return engine.run(engine.schedule)
 
     def finish_requests(self, *args: Any) -> Any:
-        return self._session.running_engine.run(self._scheduler.finish_requests, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
+        return self._session.running_engine.run(self._original.finish_requests, *args)
 
 
 def _keeping(original: Any) -> Any:

@@ -6,15 +6,13 @@ import logging
 from typing import Any
 
 from ..record import Patch, at
+from ..stand_in import StandIn
 
 log = logging.getLogger("vllm_compat")
 
 
-class _Trusting:
+class _Trusting(StandIn):
     """Stands in for ``transformers.AutoTokenizer`` inside the generator's module."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
 
     def from_pretrained(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("trust_remote_code", True)
@@ -22,9 +20,6 @@ class _Trusting:
         if type(tokenizer).__module__.startswith("transformers_modules"):
             log.info("vllm-compat: the tokenizer of %s runs the checkpoint's own code.", path)
         return tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 PATCHES = (

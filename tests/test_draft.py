@@ -12,7 +12,6 @@ import pytest
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "eagle3_smollm2"
 SHORT = ["--seq-length", "128", "--tokens-per-step", "128", "--draft-vocabulary", "64"]
-TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
 
 pytestmark = pytest.mark.engine
 
@@ -20,12 +19,9 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("vllm")
-    from conformance.models import FAMILIES, write_checkpoint
+    from conformance.models import write_chat_checkpoint
 
-    folder = tmp_path_factory.mktemp("draft") / "tiny-llama"
-    write_checkpoint(FAMILIES[0], folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return write_chat_checkpoint(tmp_path_factory.mktemp("draft") / "tiny-llama")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from .errors import (
     UntestedVersionWarning,
 )
 from .imports import ImportWatch
-from .record import Look, Patch, bound
+from .record import Look, Patch, bound, module_of
 from .seams import Commit, commit
 from .symbols import Sources
 
@@ -426,7 +426,7 @@ def _switched_off() -> Report:
 def _modules(patches: Sequence[Patch]) -> list[str]:
     """The modules that have seams: the generator's, and what else of speculators there is."""
     seams = (seam for patch in patches for seam in patch.replaces)
-    return list(dict.fromkeys([GENERATOR, *(seam.partition(":")[0] for seam in seams)]))
+    return list(dict.fromkeys([GENERATOR, *map(module_of, seams)]))
 
 
 def _on_import(name: str) -> Any:

@@ -349,6 +349,8 @@ class Batch:
                     f"{self._where(message)}: a block of {size} bytes came for {count} "
                     f"values of {dtype}."
                 )
+            if memoryview(block).readonly:  # it came over a socket; torch wants to write
+                block = bytearray(block)
             block = torch.frombuffer(block, dtype=dtype)
         elif block.dtype != dtype or block.numel() != count:
             raise CaptureError(

@@ -264,7 +264,7 @@ class Engine:
             messages = self._step_rpc(arguments)
             self._untold -= scheduler_output.finished_req_ids
             for message in messages or ():
-                batch.receive(message, _writable(message.payload))
+                batch.receive(message, message.payload)
             done = self._prefilled(scheduler_output, pending)
             self._finish(done)
             pending.difference_update(done)
@@ -565,11 +565,6 @@ class _Reader:
         batch = self._batch
         if batch is not None:
             batch.fail(error)
-
-
-def _writable(block: Any) -> Any:
-    """An array that came over a socket is read-only, of which torch makes no tensor."""
-    return block if block is None or block.flags.writeable else block.copy()
 
 
 def _check_same(worker: dict[str, Any]) -> None:

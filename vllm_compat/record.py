@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from .environment import GENERATOR, Environment, Package
 from .symbols import Sources, Symbol
 
-__all__ = ["Look", "Patch", "Symbol", "Wrap", "at", "bound"]
+__all__ = ["Look", "Patch", "Symbol", "Wrap", "at", "bound", "module_of"]
 
 Wrap = Callable[[Any], Any]
 """Takes what is bound at the seam (or the builtin of that name), gives what replaces it."""
@@ -130,6 +130,11 @@ def bound(seam: str, sources: Sources) -> bool:
 def at(name: str) -> str:
     """The seam of that name in the generator's module."""
     return f"{GENERATOR}:{name}"
+
+
+def module_of(seam: str) -> str:
+    """The module that a seam is in."""
+    return seam.partition(":")[0]
 
 
 def _within(specifier: str, package: Package | None) -> bool | None:

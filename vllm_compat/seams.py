@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from .errors import PatchConflictError
-from .record import Patch
+from .record import Patch, module_of
 
 __all__ = ["SERVED", "Commit", "commit"]
 
@@ -106,7 +106,7 @@ class Commit:
             self._bound.remove(item)
 
 
-def commit(patches: Sequence[Patch], module: str = "") -> Commit:
+def commit(patches: Sequence[Patch], module: str) -> Commit:
     """Builds every replacement first, then binds them all.
 
     Args:
@@ -121,9 +121,8 @@ def commit(patches: Sequence[Patch], module: str = "") -> Commit:
     chains: dict[str, list[Patch]] = {}
     for patch in patches:
         for seam in patch.replaces:
-            if module and seam.partition(":")[0] != module:
-                continue
-            chains.setdefault(seam, []).append(patch)
+            if module_of(seam) == module:
+                chains.setdefault(seam, []).append(patch)
     wanted: list[_Bound] = []
     collisions: list[str] = []
     for seam, chain in chains.items():
@@ -186,7 +185,7 @@ def _foreign(seam: str, owner: Any, attribute: str, original: Any) -> str | None
     """Who has replaced this name before us; None if nobody did."""
     if original is _ABSENT:
         return None
-    module = sys.modules[seam.partition(":")[0]]
+    module = sys.modules[module_of(seam)]
     if isinstance(owner, type):
         return None if _home(original) == owner.__module__ else _owner(original)
     source = _imported_names(module).get(attribute)

@@ -12,9 +12,11 @@ the settings that a machine without an accelerator needs:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,14 @@ class _Listener(logging.Handler):
         else:
             means = {k.removesuffix("_epoch"): v for k, v in report["val"].items()}
             self._history.held_out.append(means)
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Without the warning that it is slow."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        yield
 
 
 def vocabulary_mapping(
@@ -206,8 +216,7 @@ def train(
     metrics.setLevel(logging.INFO)
     metrics.propagate = False
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        with _uncompiled():
             trainer.val_epoch(0)
             trainer.run_training()
     finally:
@@ -238,6 +247,5 @@ def load_draft(checkpoint: Path) -> Eagle3DraftModel:
 @torch.no_grad()
 def loss_of(draft: Eagle3DraftModel, batches: DataLoader[Any]) -> float:
     """Mean loss over batches."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+    with _uncompiled():
         return float(np.mean([draft(**b, ttt_steps=STEPS_AHEAD)[1].item() for b in batches]))

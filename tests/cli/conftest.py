@@ -13,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
-)
-
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
@@ -30,12 +26,9 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 8 layers with random weights; its words are t0, t1, ..."""
-    from conformance.models import FAMILIES, write_checkpoint
+    from conformance.models import write_chat_checkpoint
 
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    write_checkpoint(FAMILIES[0], folder)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return folder
+    return write_chat_checkpoint(tmp_path_factory.mktemp("models") / "tiny-llama")
 
 
 @pytest.fixture(scope="session")

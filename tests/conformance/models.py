@@ -89,6 +89,18 @@ def write_checkpoint(family: Family, folder: Path) -> Any:
     return model.float()
 
 
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }} <|end|> {% endfor %}"
+)
+
+
+def write_chat_checkpoint(folder: Path) -> Path:
+    """The first family, with a chat template; its words are t0, t1, ..."""
+    write_checkpoint(FAMILIES[0], folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
 class Reference:
     """The residual stream after each asked layer, one prompt at a time, in float32."""
 

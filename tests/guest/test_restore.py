@@ -15,6 +15,7 @@ import pytest
 
 import vllm_compat
 from vllm_compat import activation
+from vllm_compat.record import module_of
 
 from .state import GENERATOR, State, faults
 
@@ -26,7 +27,7 @@ def seams() -> set[str]:
         for entry in activation.current().entries
         if entry.state == "on"
         for seam in entry.patch.replaces
-        if seam.partition(":")[0] in sys.modules
+        if module_of(seam) in sys.modules
     }
 
 
@@ -86,7 +87,7 @@ def test_a_hidden_builtin_comes_to_light_again(generator_module: Any) -> None:
 
     (patch,) = (p for p in activation.registry() if at("sorted") in p.replaces)
     before = State()
-    made = commit([patch])
+    made = commit([patch], GENERATOR)
     assert generator_module.sorted is not sorted
     assert generator_module.sorted([3, 1]) == [1, 3]  # outside of a generator: the builtin
     made.undo()

@@ -132,8 +132,12 @@ def check_directory(
     began = time.monotonic()
     entries = sorted(directory.iterdir())
     files = {int(m[1]): f for f in entries if (m := _NAME.fullmatch(f.name))}
-    config, config_fault = _config(directory)
-    manifest, manifest_fault = _manifest(directory)
+    config, config_fault = _object(
+        directory / "data_config.json",
+        "no data_config.json: the run has not come to its end",
+    )
+    # Of ``vllm-compat extract``; other programs write none.
+    manifest, manifest_fault = _object(directory / "manifest.json", "")
     failed = {i: why for i, why in _failed(manifest).items() if i not in files}
     result = Check(directory, {}, [], failed, [], [], _layer_ids(config))
     result.notes += [fault for fault in (config_fault, manifest_fault) if fault]
@@ -350,27 +354,15 @@ def _read_all(
         torch.set_num_threads(before)
 
 
-def _config(directory: Path) -> tuple[dict[str, Any], str]:
-    path = directory / "data_config.json"
+def _object(path: Path, absent: str) -> tuple[dict[str, Any], str]:
+    """What a file of JSON says, and what is wrong with it; `absent` if it isn't there."""
     if not path.exists():
-        return {}, "no data_config.json: the run has not come to its end"
+        return {}, absent
     try:
-        config = json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        return {}, f"data_config.json can't be read: {error}"
-    return (config, "") if isinstance(config, dict) else ({}, "data_config.json is no object")
-
-
-def _manifest(directory: Path) -> tuple[dict[str, Any], str]:
-    """What ``vllm-compat extract`` notes; other programs write none."""
-    path = directory / "manifest.json"
-    if not path.exists():
-        return {}, ""
-    try:
-        manifest = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        return {}, f"manifest.json can't be read: {error}"
-    return (manifest, "") if isinstance(manifest, dict) else ({}, "manifest.json is no object")
+        return {}, f"{path.name} can't be read: {error}"
+    return (found, "") if isinstance(found, dict) else ({}, f"{path.name} is no object")
 
 
 def _failed(manifest: dict[str, Any]) -> dict[int, str]:

@@ -74,11 +74,12 @@ def transformers_states(
     if "logits_to_keep" in inspect.signature(network.forward).parameters:
         arguments["logits_to_keep"] = 1
 
-    def trial() -> None:
+    def run(ids: Sequence[int]) -> None:
         with torch.inference_mode():
-            network(input_ids=torch.tensor([[1, 2, 3]], device=device), **arguments)
+            network(input_ids=torch.as_tensor(ids, device=device)[None], **arguments)
 
-    layers = find_decoder(network, network.config.get_text_config(), trial).layers
+    text_config = network.config.get_text_config()
+    layers = find_decoder(network, text_config, lambda: run([1, 2, 3])).layers
     seen: dict[int, torch.Tensor] = {}
 
     def keeper(layer_id: int) -> Callable[..., None]:
@@ -92,8 +93,7 @@ def transformers_states(
 
     def states(ids: Sequence[int]) -> list[torch.Tensor]:
         seen.clear()
-        with torch.inference_mode():
-            network(input_ids=torch.as_tensor(ids, device=device)[None], **arguments)
+        run(ids)
         return [
             seen[layer_id].reshape(len(ids), -1).to("cpu", copy=True) for layer_id in layer_ids
         ]
