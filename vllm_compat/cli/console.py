@@ -147,7 +147,9 @@ def only_results_on_stdout() -> Iterator[None]:
         return
     try:
         os.dup2(2, 1)
-        yield
+        # Not every sys.stdout writes to descriptor 1: a notebook's doesn't.
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         sys.stdout.flush()
         os.dup2(kept, 1)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..variables import variables
 from .console import Console, human_bytes, only_results_on_stdout
 from .errors import CommandError
 
@@ -43,6 +42,16 @@ doesn't find what vLLM itself would compute wrongly.
 
 _SHOWN = 20  # sentences about faults
 _MAX_PROMPT = 4096
+
+_QUIET = {
+    # vLLM's and transformers' chatter is not what this command is asked for.
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    # vLLM on a CPU takes several GB otherwise, and no prompt here is long.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 
 
 def add(subparsers: Any) -> None:
@@ -103,7 +112,7 @@ def _run(parsed: argparse.Namespace) -> int:
         except ValueError as error:
             raise CommandError(str(error)) from error
     notes = Console(sys.stderr)
-    with only_results_on_stdout(), _quiet():
+    with only_results_on_stdout(), variables(_QUIET, unless_set=True):
         comparison, facts = _compare(parsed, notes)
     if parsed.plot is not None:
         from ..checks.plot import write_plot
@@ -114,21 +123,6 @@ def _run(parsed: argparse.Namespace) -> int:
     else:
         _show(comparison, facts, Console())
     return 1 if comparison.wrong else 0
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """vLLM's and transformers' chatter is not what this command is asked for."""
-    for name, value in {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        # vLLM on a CPU takes several GB otherwise, and no prompt here is long.
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }.items():
-        os.environ.setdefault(name, value)
-    yield
 
 
 def _compare(parsed: argparse.Namespace, notes: Console) -> tuple[Comparison, dict[str, Any]]:

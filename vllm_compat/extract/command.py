@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from typing import Any
+
+from ..variables import variables
 
 __all__ = ["add"]
 
@@ -22,6 +23,7 @@ Stopped in whatever way, the same command goes on where it was. More than one re
 """
 
 
+# Read by the libraries when they are imported. Their lines would drown what is said here.
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -135,15 +137,12 @@ def _shard(text: str) -> tuple[int, int]:
 
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
-    # Read by the libraries when they are imported. Their lines would drown what is said here.
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     from ..cli.console import only_results_on_stdout
     from .run import extract
 
     try:
-        with only_results_on_stdout():
+        with only_results_on_stdout(), variables(_QUIET, unless_set=True):
             summary = extract(
                 parsed.model,
                 parsed.data,

@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..variables import variables
+
 __all__ = ["Cores", "bound"]
 
 _WAIT = 5.0  # seconds for a replica that died to be gone
@@ -83,13 +85,5 @@ def bound(cores: list[int], workers: int, count: int) -> Iterator[None]:
         binding = "nobind"
     threads = str(max(1, count // workers))
     settings = {"VLLM_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": threads}
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
+    with variables(settings):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
