@@ -5,8 +5,8 @@
 Sets up the environment if it isn't there. Then ruff; the distributions are built, and
 mypy checks the wheel's content, which is laid out as users get it (patches/ is
 vllm_compat.patches there); the documentation is built; then pytest, with the tests that
-start real engines. The options go to pytest: ``-m "not engine"`` leaves out the engines,
-``-k NAME`` picks.
+start real engines, in two processes at a time. The options go to pytest: ``-m "not engine"``
+leaves out the engines, ``-k NAME`` picks, ``-n 0`` runs one test after the other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from environment import ROOT, child_environment, ensure, guarded, say
 
 DEFAULT_MARKERS = "not slow and not slow_families"
+PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def step(name: str, command: list[str | Path], cwd: Path = ROOT, quiet: bool = False) -> int:
@@ -30,6 +31,8 @@ def step(name: str, command: list[str | Path], cwd: Path = ROOT, quiet: bool = F
     # Tests that need more say so themselves; half of the memory, vLLM's default, is no use.
     env = child_environment()
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # vLLM's workers wait by spinning; those that nobody asks anything leave the core to others.
+    env.setdefault("VLLM_SLEEP_WHEN_IDLE", "1")
     if not quiet:
         return subprocess.run(words, env=env, cwd=cwd, check=False).returncode
     done = subprocess.run(
@@ -76,6 +79,10 @@ def main() -> int:
         )
     if not any(option.startswith("-m") for option in options):
         options = ["-m", DEFAULT_MARKERS, *options]
+    if not any(option.startswith(("-n", "--numprocesses")) for option in options):
+        # Most of the time goes into starting engines, on one core each. The tests of a file
+        # share theirs.
+        options = [*PARALLEL, *options]
     # Exit status 5, no test ran, is a failure like any other.
     results["pytest"] = step("pytest", [python, "-m", "pytest", *options])
     failed = [f"{name} (exit status {code})" for name, code in results.items() if code]

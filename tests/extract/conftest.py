@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from cores import all_cores
 
 from .support import SAMPLES, WORDS, Command, files, make_checkpoint
 
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on 127.0.0.1 only
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of seven layers, large enough that a batch takes a tenth of a second."""
     return make_checkpoint(tmp_path_factory.mktemp("model"), seed=3)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two turns each, of 40 to 900 tokens."""
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"
@@ -37,23 +39,36 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quiet() -> None:
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # vLLM would be compiled at each start
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault(LOOPBACK, "0")
+@pytest.fixture(scope="package", autouse=True)
+def _surroundings() -> Iterator[None]:
+    with mock.patch.dict(
+        os.environ,
+        {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            LOOPBACK: "0",
+        },
+    ):
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # vLLM would be compiled at each start
+        yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def shared_cores() -> Iterator[None]:
+    """Replicas share out what there is."""
+    with all_cores():
+        yield
+
+
+@pytest.fixture(scope="package")
 def command(
     checkpoint: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Command:
     return Command(checkpoint, conversations, tmp_path_factory.mktemp("work"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def undisturbed(command: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one generator writes that nobody stops."""
     output = tmp_path_factory.mktemp("undisturbed") / "states"
@@ -61,7 +76,7 @@ def undisturbed(command: Command, tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def same_files(undisturbed: Path) -> Callable[[Path], None]:
     """Asserts that a folder has what the undisturbed run wrote, byte for byte, and no more."""
     expected = files(undisturbed)

@@ -25,7 +25,7 @@ from .support import (
 )
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_cores")]
 slow = pytest.mark.slow
 
 

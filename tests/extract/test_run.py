@@ -238,6 +238,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(
 
 
 @slow
+@pytest.mark.usefixtures("shared_cores")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_disk_that_is_really_full(command: Command, tmp_path: Path, replicas: int) -> None:
     if replicas > 1:

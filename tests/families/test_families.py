@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cores import all_cores
 from packaging.specifiers import SpecifierSet
 
 import vllm_compat
@@ -55,7 +56,8 @@ def test_two_ranks(
     family: Family, dtype: str, checkpoint_cache: Path, workaround_path: Path, tmp_path: Path
 ) -> None:
     """``tensor_parallel_size=2``: right, and sent by one rank only."""
-    check(family, dtype, 2, checkpoint_cache, workaround_path, tmp_path)
+    with all_cores():
+        check(family, dtype, 2, checkpoint_cache, workaround_path, tmp_path)
 
 
 def check(
