@@ -1,4 +1,4 @@
-"""What holds for every test: it leaves the variables as they were, and shares the cores."""
+"""What holds for every test: it leaves nothing behind, and shares the cores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from cores import take_share
+
+from vllm_compat import activation
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,11 +19,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _variables_stay() -> Iterator[None]:
-    """A variable that one test leaves behind changes what the tests after it start."""
-    before = _variables()
+def _nothing_stays() -> Iterator[None]:
+    """What one test leaves behind changes what the tests after it start."""
+    before = _state()
     yield
-    now = _variables()
+    now = _state()
     assert now == before, {
         name: (before.get(name), now.get(name))
         for name in {*before, *now}
@@ -29,5 +31,8 @@ def _variables_stay() -> Iterator[None]:
     }
 
 
-def _variables() -> dict[str, str]:
-    return {n: v for n, v in os.environ.items() if n.startswith(("VLLM_", "TRANSFORMERS_"))}
+def _state() -> dict[str, object]:
+    """Who has called apply(), and the variables that vLLM and transformers read."""
+    state: dict[str, object] = {"apply()": list(activation._STATE.holders.values())}
+    state |= {n: v for n, v in os.environ.items() if n.startswith(("VLLM_", "TRANSFORMERS_"))}
+    return state

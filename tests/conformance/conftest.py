@@ -67,12 +67,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(path), "conformance-recorder")
 
 
-@pytest.fixture(scope="session")
-def report() -> Any:
+@pytest.fixture(scope="package")
+def report() -> Iterator[Any]:
     """What apply() says of this environment."""
     import vllm_compat
 
-    return vllm_compat.apply()
+    with vllm_compat.applied() as report:
+        yield report
 
 
 def _families() -> list[Any]:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -41,12 +42,19 @@ SCRIPT = """
 """
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Its name is short: that of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
 @pytest.fixture(params=["early", "late"])
 def running(
-    tmp_path: Path, request: pytest.FixtureRequest
+    folder: Path, request: pytest.FixtureRequest
 ) -> Iterator[tuple[subprocess.Popen[str], list[Path]]]:
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), request.param],
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder), request.param],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -116,16 +124,16 @@ def test_what_ray_kills_leaves_nothing(dies: str) -> None:
         cluster.shutdown()
 
 
-def test_what_others_make_meanwhile_is_left_alone(tmp_path: Path) -> None:
+def test_what_others_make_meanwhile_is_left_alone(folder: Path) -> None:
     janitor = Janitor()
     others = SharedMemory(create=True, size=4096)
     try:
         with socket.socket(socket.AF_UNIX) as mine, socket.socket(socket.AF_UNIX) as vllms:
-            mine.bind(str(tmp_path / "mine"))
-            vllms.bind(str(tmp_path / str(uuid.uuid4())))
+            mine.bind(str(folder / "mine"))
+            vllms.bind(str(folder / str(uuid.uuid4())))
             janitor.watch([])
             janitor.clean()
-            assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+            assert [path.name for path in folder.iterdir()] == ["mine"]
         assert Path("/dev/shm", others.name).exists()
     finally:
         others.close()

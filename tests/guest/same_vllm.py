@@ -2,19 +2,23 @@
 
     python -m guest.same_vllm CHECKPOINT
 
-Two engines: LLM in this very process (scheduler, model and all, so that anything that apply()
-did to vLLM would show), and AsyncLLM, which has processes of its own. Both with prefix caching
-and chunked prefill; prompts share a prefix, and one is longer than a scheduler step.
+Three engines: LLM in this very process (scheduler, model and all, so that anything that
+apply() did to vLLM would show), the same with async scheduling, and AsyncLLM, which has
+processes of its own. All with prefix caching and chunked prefill; prompts share a prefix, and
+one is longer than a scheduler step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 ARGUMENTS: dict[str, Any] = {
     "max_model_len": 512,
@@ -87,6 +91,40 @@ def generator(folder: str) -> Any:
     return VllmHiddenStatesGenerator(folder, layer_ids=[1], max_model_len=512)
 
 
+class NoStream:
+    """For CUDA's streams and events, which say what has been computed: on a CPU, all has."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: Any) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@contextlib.contextmanager
+def async_scheduling() -> Iterator[None]:
+    """While an engine is made, vLLM's CPU platform doesn't switch it off; it has no streams.
+
+    Scheduler, engine core and model runner are then vLLM's own asynchronous ones; that the next
+    step is scheduled before this one's tokens are known doesn't depend on the device.
+    """
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    theirs = CpuPlatform.check_and_update_config
+
+    def left_on(cls: Any, vllm_config: Any) -> None:
+        theirs(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    for name in ("Stream", "current_stream", "stream"):
+        setattr(torch.cuda, name, NoStream)
+    torch.Event = NoStream
+    with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(left_on)):
+        yield
+
+
 def main(folder: str) -> None:
     answers: dict[str, Any] = {}
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -96,12 +134,21 @@ def main(folder: str) -> None:
 
     llm = LLM(folder, disable_log_stats=True, **ARGUMENTS)
     answers["without"] = ask(llm)
+    with async_scheduling():
+        ahead = LLM(folder, disable_log_stats=True, async_scheduling=True, **ARGUMENTS)
+    core = ahead.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    runner.async_output_copy_stream = NoStream()  # for the CPU runner's own stand-in, less able
+    scheduled = {"scheduler": type(core.scheduler).__name__, "batches": core.batch_queue_size}
+    scheduled["answers"] = {"without": ask(ahead)}
     vllm_compat.apply()
     answers["with apply()"] = ask(llm)
+    scheduled["answers"]["with apply()"] = ask(ahead)
     made = generator(folder)
     answers["beside a generator"] = ask(llm)
     made.generate(prompts())
     answers["after it generated"] = ask(llm)
+    scheduled["answers"]["beside a generator"] = ask(ahead)
 
     stop = threading.Event()
 
@@ -113,6 +160,7 @@ def main(folder: str) -> None:
     thread.start()
     try:
         answers["while it generates"] = ask(llm)
+        scheduled["answers"]["while it generates"] = ask(ahead)
     finally:
         stop.set()
         thread.join()
@@ -121,7 +169,9 @@ def main(folder: str) -> None:
     with_async = asyncio.run(asynchronous(folder))
     vllm_compat.revert()
     answers["after revert()"] = ask(llm)
-    print("ANSWERS", json.dumps({"llm": answers, "async": with_async}))
+    scheduled["answers"]["after revert()"] = ask(ahead)
+    found = {"llm": answers, "async scheduling": scheduled, "async": with_async}
+    print("ANSWERS", json.dumps(found))
 
 
 async def asynchronous(folder: str) -> dict[str, Any]:

@@ -41,6 +41,20 @@ def test_llm(answers: Any) -> None:
         assert told == phases["without"], phase
 
 
+def test_async_scheduling(answers: Any) -> None:
+    """Real but for CUDA's streams: see guest.same_vllm."""
+    scheduled = answers["async scheduling"]
+    assert scheduled["scheduler"] == "AsyncScheduler"
+    assert scheduled["batches"] == 2  # the next step is scheduled while one runs
+    phases = scheduled["answers"]
+    assert len(phases) == 5
+    for phase, told in phases.items():
+        assert told == phases["without"], phase
+    # Greedy, so its tokens are those of the other scheduler; steps are put together otherwise.
+    expected = answers["llm"]["without"]["alone"]
+    assert [t[0] for t in phases["without"]["alone"]] == [t[0] for t in expected]
+
+
 def test_async_llm(answers: Any) -> None:
     """Made with apply() on; its answers are those of LLM, which was made without."""
     expected = answers["llm"]["without"]["alone"]

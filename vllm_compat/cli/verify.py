@@ -112,7 +112,9 @@ def _run(parsed: argparse.Namespace) -> int:
         except ValueError as error:
             raise CommandError(str(error)) from error
     notes = Console(sys.stderr)
-    with only_results_on_stdout(), variables(_QUIET, unless_set=True):
+    from ..activation import applied
+
+    with only_results_on_stdout(), variables(_QUIET, unless_set=True), applied():
         comparison, facts = _compare(parsed, notes)
     if parsed.plot is not None:
         from ..checks.plot import write_plot
@@ -126,9 +128,6 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _compare(parsed: argparse.Namespace, notes: Console) -> tuple[Comparison, dict[str, Any]]:
-    from ..activation import apply
-
-    apply()
     model = _model_config(parsed.model)
     layer_ids = _layers(parsed.layers, model["layers"])
     prompts = _prompts(parsed, model)

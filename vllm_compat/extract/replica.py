@@ -51,6 +51,7 @@ class Replica:
     def __init__(self, job: Job, alone: bool = False) -> None:
         self.job, self._alone = job, alone
         self._generator: Any = None
+        self._applied = contextlib.ExitStack()  # the patches, for as long as the generator
         self._cores: Cores | None = None
         self._janitor: Janitor | None = None
         self._deaths = 0
@@ -69,13 +70,15 @@ class Replica:
         import vllm_compat
 
         self.job.check_here()
-        vllm_compat.apply(transport=self.job.transport, executor=self.job.executor)
-        from speculators.data_generation.vllm_hidden_states_generator import (
-            VllmHiddenStatesGenerator,
+        self._applied.enter_context(
+            vllm_compat.applied(transport=self.job.transport, executor=self.job.executor)
         )
-
         self._janitor = Janitor(self._alone)
         try:
+            from speculators.data_generation.vllm_hidden_states_generator import (
+                VllmHiddenStatesGenerator,
+            )
+
             with self._binding():
                 self._generator = VllmHiddenStatesGenerator(
                     model_path=self.job.model,
@@ -180,6 +183,7 @@ class Replica:
                 generator.executor.shutdown()
             del generator
             gc.collect()
+        self._applied.close()
         if self._janitor is not None:
             self._janitor.clean()
             self._janitor = None

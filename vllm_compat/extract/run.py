@@ -158,73 +158,73 @@ def extract(
             "More than one replica, and a cluster, need Ray: pip install 'vllm-compat[ray]'. "
             "Without it, run one process for each part of the data, with --shard."
         )
-    vllm_compat.apply(transport=transport, executor=executor)  # type: ignore[arg-type]
-    began = time.monotonic()
-    samples = prepare(
-        model,
-        data,
-        seq_length=seq_length,
-        seed=seed,
-        max_samples=max_samples,
-        token_freq_path=Path(token_freq_path),
-        cache_dir=cache_dir,
-        assistant_pattern=assistant_pattern,
-        turn_dropout=turn_dropout,
-        workers=preprocessing_workers,
-    )
-    stream.write(
-        f"{len(samples)} samples, {samples.tokens} tokens, prepared by speculators in "
-        f"{time.monotonic() - began:.0f} s\n"
-    )
-    layers = tuple(layer_ids) if layer_ids else default_layers(model)
-    installed = versions()
-    job = Job(
-        model=model,
-        layer_ids=layers,
-        seq_length=seq_length,
-        tensor_parallel_size=tensor_parallel_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        executor=executor,  # type: ignore[arg-type]
-        transport=transport,  # type: ignore[arg-type]
-        cpus=cpus_per_replica,
-        identity=model_identity(model),
-        versions=tuple(installed),
-    )
-    facts = {
-        "model": {"path": model, "identity": job.identity},
-        "data": {
-            "path": data,
-            "samples": len(samples),
-            "tokens": samples.tokens,
-            "identity": samples.identity,
-        },
-        "settings": {
-            "layer_ids": list(layers),
-            "seq_length": seq_length,
-            "batch_size": batch_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            **_cores(cpus_per_replica, replicas, address),
-        },
-        "versions": dict(installed),
-    }
-    first, last = _part(len(samples), batch_size, start, end, shard)
-    folder = Path(output).absolute()
-    with Folder(folder, facts, first, last, mixed_versions) as there:
-        run = _Run(job, samples, there, batch_size, stream, retry_failed)
-        try:
-            with _terminated_like_interrupted():
-                if replicas > 1 or (address and executor == "mp"):
-                    run.on_ray(replicas, address)
-                else:
-                    run.here(address)
-        except BaseException:
-            with contextlib.suppress(errors.DiskError):  # there is a reason to tell already
-                run.account()
-            raise
-        run.account()
-        config = _config(job, data, cache_dir, len(samples), max_samples, seed)
-        write_whole(folder / "data_config.json", json.dumps(config, indent=2).encode())
-        return run.summary
+    with vllm_compat.applied(transport=transport, executor=executor):  # type: ignore[arg-type]
+        began = time.monotonic()
+        samples = prepare(
+            model,
+            data,
+            seq_length=seq_length,
+            seed=seed,
+            max_samples=max_samples,
+            token_freq_path=Path(token_freq_path),
+            cache_dir=cache_dir,
+            assistant_pattern=assistant_pattern,
+            turn_dropout=turn_dropout,
+            workers=preprocessing_workers,
+        )
+        stream.write(
+            f"{len(samples)} samples, {samples.tokens} tokens, prepared by speculators in "
+            f"{time.monotonic() - began:.0f} s\n"
+        )
+        layers = tuple(layer_ids) if layer_ids else default_layers(model)
+        installed = versions()
+        job = Job(
+            model=model,
+            layer_ids=layers,
+            seq_length=seq_length,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            executor=executor,  # type: ignore[arg-type]
+            transport=transport,  # type: ignore[arg-type]
+            cpus=cpus_per_replica,
+            identity=model_identity(model),
+            versions=tuple(installed),
+        )
+        facts = {
+            "model": {"path": model, "identity": job.identity},
+            "data": {
+                "path": data,
+                "samples": len(samples),
+                "tokens": samples.tokens,
+                "identity": samples.identity,
+            },
+            "settings": {
+                "layer_ids": list(layers),
+                "seq_length": seq_length,
+                "batch_size": batch_size,
+                "tensor_parallel_size": tensor_parallel_size,
+                **_cores(cpus_per_replica, replicas, address),
+            },
+            "versions": dict(installed),
+        }
+        first, last = _part(len(samples), batch_size, start, end, shard)
+        folder = Path(output).absolute()
+        with Folder(folder, facts, first, last, mixed_versions) as there:
+            run = _Run(job, samples, there, batch_size, stream, retry_failed)
+            try:
+                with _terminated_like_interrupted():
+                    if replicas > 1 or (address and executor == "mp"):
+                        run.on_ray(replicas, address)
+                    else:
+                        run.here(address)
+            except BaseException:
+                with contextlib.suppress(errors.DiskError):  # there is a reason to tell already
+                    run.account()
+                raise
+            run.account()
+            config = _config(job, data, cache_dir, len(samples), max_samples, seed)
+            write_whole(folder / "data_config.json", json.dumps(config, indent=2).encode())
+            return run.summary
 
 
 class _Run:
