@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -78,7 +79,9 @@ def run(name: str, model: str, arguments: list[str], output: Path) -> dict[str, 
         if line.startswith("RESULT "):
             result: dict[str, Any] = json.loads(line[len("RESULT ") :])
             return result
-    return (done.stderr.strip().splitlines() or ["no output"])[-1][:200]
+    lines = done.stderr.strip().splitlines() or ["no output"]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (errors or lines)[-1][:200]
 
 
 def rates(results: list[dict[str, Any]], name: str, size: str) -> list[float]:

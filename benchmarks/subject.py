@@ -64,15 +64,19 @@ def generator(a: argparse.Namespace, transport: str) -> tuple[Callable[[Prompts]
 
 
 def llm(a: argparse.Namespace, extract: bool) -> tuple[Callable[[Prompts], Any], Any]:
+    import torch
     from vllm import LLM, SamplingParams
 
     more: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        # The generator's; with its default, 128, vLLM 0.16 on a CPU without AMX has no kernel.
+        more["block_size"] = 16
     folder = ""
     if extract:
         folder = tempfile.mkdtemp(
             prefix="extract-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
         )
-        more = {
+        more |= {
             "speculative_config": {
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
