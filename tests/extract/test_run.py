@@ -106,6 +106,7 @@ def test_a_run_that_is_stopped_goes_on(
 
     run = command.start(output)
     run.wait_for_files(len(interrupted) + 6)
+    os.kill(run.process.pid, signal.SIGSTOP)  # or it would be done before all is looked up
     tree = descendants(run.process.pid)
     left_behind = shared_files(tree)
     assert left_behind  # vLLM's, between driver and worker
