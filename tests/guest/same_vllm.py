@@ -11,12 +11,10 @@ one is longer than a scheduler step.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -102,14 +100,15 @@ class NoStream:
     def synchronize(self) -> None: ...
 
 
-@contextlib.contextmanager
-def async_scheduling() -> Iterator[None]:
-    """While an engine is made, vLLM's CPU platform doesn't switch it off; it has no streams.
+def scheduled_ahead(folder: str) -> Any:
+    """An LLM with async scheduling, which vLLM's CPU platform would switch off.
 
-    Scheduler, engine core and model runner are then vLLM's own asynchronous ones; that the next
-    step is scheduled before this one's tokens are known doesn't depend on the device.
+    Scheduler, engine core and model runner are vLLM's own asynchronous ones; that the next
+    step is scheduled before this one's tokens are known doesn't depend on the device. CUDA's
+    streams, which the runner asks for at each step, do nothing from here on in this process.
     """
     import torch
+    from vllm import LLM
     from vllm.platforms.cpu import CpuPlatform
 
     theirs = CpuPlatform.check_and_update_config
@@ -122,7 +121,14 @@ def async_scheduling() -> Iterator[None]:
         setattr(torch.cuda, name, NoStream)
     torch.Event = NoStream
     with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(left_on)):
-        yield
+        llm = LLM(folder, disable_log_stats=True, async_scheduling=True, **ARGUMENTS)
+    runner = core_of(llm).model_executor.driver_worker.worker.model_runner
+    runner.async_output_copy_stream = NoStream()  # for the CPU runner's own stand-in, less able
+    return llm
+
+
+def core_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core
 
 
 def main(folder: str) -> None:
@@ -134,11 +140,8 @@ def main(folder: str) -> None:
 
     llm = LLM(folder, disable_log_stats=True, **ARGUMENTS)
     answers["without"] = ask(llm)
-    with async_scheduling():
-        ahead = LLM(folder, disable_log_stats=True, async_scheduling=True, **ARGUMENTS)
-    core = ahead.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    runner.async_output_copy_stream = NoStream()  # for the CPU runner's own stand-in, less able
+    ahead = scheduled_ahead(folder)
+    core = core_of(ahead)
     scheduled = {"scheduler": type(core.scheduler).__name__, "batches": core.batch_queue_size}
     scheduled["answers"] = {"without": ask(ahead)}
     vllm_compat.apply()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..activation import applied
 from ..variables import variables
 from .console import Console, human_bytes, only_results_on_stdout
 from .errors import CommandError
@@ -112,8 +113,6 @@ def _run(parsed: argparse.Namespace) -> int:
         except ValueError as error:
             raise CommandError(str(error)) from error
     notes = Console(sys.stderr)
-    from ..activation import applied
-
     with only_results_on_stdout(), variables(_QUIET, unless_set=True), applied():
         comparison, facts = _compare(parsed, notes)
     if parsed.plot is not None:

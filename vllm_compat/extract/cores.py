@@ -12,7 +12,6 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..variables import variables
@@ -67,8 +66,9 @@ class Cores:
         self._fds, self.ids = [], []
 
 
-@contextlib.contextmanager
-def bound(cores: list[int], workers: int, count: int) -> Iterator[None]:
+def bound(
+    cores: list[int], workers: int, count: int
+) -> contextlib.AbstractContextManager[None]:
     """vLLM's settings for CPU workers, while a generator is made.
 
     Args:
@@ -84,6 +84,4 @@ def bound(cores: list[int], workers: int, count: int) -> Iterator[None]:
     else:
         binding = "nobind"
     threads = str(max(1, count // workers))
-    settings = {"VLLM_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": threads}
-    with variables(settings):
-        yield
+    return variables({"VLLM_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": threads})
