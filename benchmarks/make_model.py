@@ -1,7 +1,10 @@
 """Checkpoints with random weights, for benchmarks: a forward takes as long with any weights.
 
-    python benchmarks/make_model.py dense FOLDER            # Qwen3-8B's shape, 16 GB
-    python benchmarks/make_model.py moe FOLDER --small      # a small Qwen3-MoE
+Eight billion parameters, 16 GB: Qwen3-8B's shape, or eight experts on attention of that shape.
+With --small 120 or 180 million.
+
+    python benchmarks/make_model.py dense FOLDER
+    python benchmarks/make_model.py moe FOLDER --small
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ def config(kind: str, small: bool) -> PretrainedConfig:
         return Qwen3Config(**shape)
     return Qwen3MoeConfig(
         **shape,
-        num_experts=16 if small else 32,
-        num_experts_per_tok=4,
+        num_experts=16 if small else 8,
+        num_experts_per_tok=4 if small else 2,
         moe_intermediate_size=512 if small else 1536,
     )
 

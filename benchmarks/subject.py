@@ -1,6 +1,9 @@
 """One subject of the extraction benchmark, in a process of its own; prints one JSON line.
 
-    python benchmarks/subject.py generator --model PATH --batch-sizes 8,32
+    python benchmarks/subject.py generator --model PATH --workloads 512-2048:192:8,32
+
+A workload is LENGTHS:PROMPTS:BATCHES: that many prompts, of a length in tokens drawn uniformly
+from LENGTHS, once in each of the batch sizes.
 
 Subjects:
     ceiling       vLLM's LLM.generate(max_tokens=1), prefix caching off: what prefill costs
@@ -13,6 +16,7 @@ Subjects:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import glob
 import json
 import os
@@ -24,18 +28,35 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 Prompts = list[list[int]]
 
 
-def prompts(count: int, low: int, high: int, vocabulary: int) -> Prompts:
-    """The same prompts for every subject: random ids, lengths uniform in [low, high]."""
-    draw = random.Random(1)
-    return [
-        [draw.randrange(10, vocabulary) for _ in range(draw.randint(low, high))]
-        for _ in range(count)
-    ]
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and the batch sizes to run them in."""
+
+    name: str  # "512-2048"
+    low: int
+    high: int
+    count: int
+    batch_sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(text: str) -> Workload:
+        name, count, sizes = text.split(":")
+        low, high = map(int, name.split("-"))
+        return Workload(name, low, high, int(count), tuple(map(int, sizes.split(","))))
+
+    def prompts(self, vocabulary: int) -> Prompts:
+        """The same ones for every subject: random ids, lengths uniform in [low, high]."""
+        draw = random.Random(1)
+        return [
+            [draw.randrange(10, vocabulary) for _ in range(draw.randint(self.low, self.high))]
+            for _ in range(self.count)
+        ]
 
 
 def timed(run: Callable[[Prompts], Any], batch: Prompts, size: int) -> float:
@@ -56,7 +77,7 @@ def generator(a: argparse.Namespace, transport: str) -> tuple[Callable[[Prompts]
     made = VllmHiddenStatesGenerator(
         a.model,
         layer_ids=a.layers,
-        max_model_len=a.high + 1,
+        max_model_len=a.longest + 1,
         gpu_memory_utilization=a.memory,
         tensor_parallel_size=a.tensor_parallel_size,
     )
@@ -71,6 +92,12 @@ def llm(a: argparse.Namespace, extract: bool) -> tuple[Callable[[Prompts], Any],
     if not torch.cuda.is_available():
         # The generator's; with its default, 128, vLLM 0.16 on a CPU without AMX has no kernel.
         more["block_size"] = 16
+        # vLLM wants a NUMA node for each worker otherwise; the generator's are bound like this.
+        cores, size = sorted(os.sched_getaffinity(0)), a.tensor_parallel_size
+        if size > 1:
+            shares = (cores[rank::size] for rank in range(size))
+            bound = "|".join(",".join(map(str, share)) for share in shares)
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
     folder = ""
     if extract:
         folder = tempfile.mkdtemp(
@@ -82,9 +109,7 @@ def llm(a: argparse.Namespace, extract: bool) -> tuple[Callable[[Prompts], Any],
                 "num_speculative_tokens": 1,
                 # vLLM counts layers from before, the generator from after: hence + 1.
                 "draft_model_config": {
-                    "hf_config": {
-                        "eagle_aux_hidden_state_layer_ids": [k + 1 for k in a.layers]
-                    }
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": [k + 1 for k in a.layers]}
                 },
             },
             "kv_transfer_config": {
@@ -97,9 +122,9 @@ def llm(a: argparse.Namespace, extract: bool) -> tuple[Callable[[Prompts], Any],
         a.model,
         enforce_eager=True,
         enable_prefix_caching=False,
-        max_model_len=a.high + 2,
+        max_model_len=a.longest + 2,
         max_num_seqs=32,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=max(8192, a.longest + 2),
         gpu_memory_utilization=a.memory,
         tensor_parallel_size=a.tensor_parallel_size,
         **more,
@@ -107,9 +132,7 @@ def llm(a: argparse.Namespace, extract: bool) -> tuple[Callable[[Prompts], Any],
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
     def run(batch: Prompts) -> None:
-        engine.generate(
-            [{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False
-        )
+        engine.generate([{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False)
         for file in glob.glob(f"{folder}/*") if folder else ():
             os.remove(file)
 
@@ -136,27 +159,41 @@ def transformers(a: argparse.Namespace) -> tuple[Callable[[Prompts], Any], Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Peak resident memory of this process and of its children, in MB; GPU memory here."""
+    """Peak resident memory, and GPU memory now, of this process and its workers, in MB."""
     import torch
 
     found: dict[str, Any] = {
         "driver_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "driver_cuda_initialized": torch.cuda.is_initialized(),
     }
-    workers = [
+    workers = descendants()
+    peaks = [
         int(fields["VmHWM"].split()[0]) // 1024
-        for fields in children().values()
+        for fields in workers.values()
         if "VmHWM" in fields
     ]
-    found["worker_rss_mb"] = sorted(workers, reverse=True)
+    found["worker_rss_mb"] = sorted(peaks, reverse=True)
     if shutil.which("nvidia-smi"):
-        listing = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
-        found["gpu_apps"] = [line.strip() for line in listing.splitlines()]
+        on_gpu = gpu_memory()
+        found["driver_gpu_mb"] = on_gpu.get(os.getpid(), 0)
+        found["worker_gpu_mb"] = [on_gpu[pid] for pid in workers if pid in on_gpu]
+        found["all_gpu_mb"] = on_gpu  # in a container nvidia-smi may know other pids
+    return found
+
+
+def gpu_memory() -> dict[int, int]:
+    """GPU memory by process id, in MB, as the driver counts it (CUDA context included)."""
+    listing = subprocess.run(
+        ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    found: dict[int, int] = {}
+    for line in listing.splitlines():
+        pid, _, used = line.partition(",")
+        if pid.strip().isdigit() and used.strip().isdigit():
+            found[int(pid)] = found.get(int(pid), 0) + int(used)
     return found
 
 
@@ -165,15 +202,14 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("--model", required=True)
     parser.add_argument("--layers", default="2,18,33,35")
-    parser.add_argument("--batch-sizes", default="8,32")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--low", type=int, default=64)
-    parser.add_argument("--high", type=int, default=512)
+    parser.add_argument("--workloads", nargs="+", default=["64-512:64:8,32"])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.6)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     a = parser.parse_args()
     a.layers = [int(k) for k in a.layers.split(",")]
+    workloads = [Workload.of(text) for text in a.workloads]
+    a.longest = max(workload.high for workload in workloads)
     make: dict[str, Callable[[], tuple[Callable[[Prompts], Any], Any]]] = {
         "ceiling": lambda: llm(a, extract=False),
         "generator": lambda: generator(a, "auto"),
@@ -183,23 +219,26 @@ def main() -> None:
     }
     with open(os.path.join(a.model, "config.json"), encoding="utf-8") as file:
         vocabulary = json.load(file)["vocab_size"]
-    batch = prompts(a.prompts, a.low, a.high, vocabulary)
-    tokens = sum(map(len, batch))
+    batches = [workload.prompts(vocabulary) for workload in workloads]
     start = time.perf_counter()
     run, kept = make[a.name]()
     construction = time.perf_counter() - start
-    sizes = [int(s) for s in a.batch_sizes.split(",")]
-    run(batch[: sizes[0]])  # warm-up
-    rates: dict[str, list[float]] = {}
-    for size in sizes:
-        for _ in range(a.repeats):
-            rates.setdefault(str(size), []).append(tokens / timed(run, batch, size))
+    run(batches[0][: workloads[0].batch_sizes[0]])  # warm-up
+    rates: dict[str, dict[int, list[float]]] = {}
+    for workload, batch in zip(workloads, batches, strict=True):
+        tokens = sum(map(len, batch))
+        of_size = rates.setdefault(workload.name, {})
+        for size in workload.batch_sizes:
+            of_size[size] = [tokens / timed(run, batch, size) for _ in range(a.repeats)]
     print(
         "RESULT "
         + json.dumps(
             {
                 "subject": a.name,
-                "tokens": tokens,
+                "layers": len(a.layers),
+                "tokens": {
+                    w.name: sum(map(len, b)) for w, b in zip(workloads, batches, strict=True)
+                },
                 "construction_s": round(construction, 2),
                 "tokens_per_s": rates,
                 **memory(),
@@ -209,35 +248,49 @@ def main() -> None:
     )
     if a.name == "extract":
         shutil.rmtree(kept[1], ignore_errors=True)
-    end_children()
+    end_descendants()
     os._exit(0)
 
 
-def children() -> dict[int, dict[str, str]]:
-    """Processes that this one started: pid to the fields of /proc/PID/status."""
-    found = {}
+def descendants() -> dict[int, dict[str, str]]:
+    """Processes that this one and its children started: pid to fields of /proc/PID/status."""
+    processes: dict[int, dict[str, str]] = {}
     for status in glob.glob("/proc/[0-9]*/status"):
         try:
             with open(status, encoding="utf-8") as lines:
                 fields = dict(line.split(":", 1) for line in lines if ":" in line)
         except OSError:
             continue
-        if int(fields.get("PPid", "0")) == os.getpid():
-            found[int(fields["Pid"])] = fields
+        processes[int(fields["Pid"])] = fields
+    found: dict[int, dict[str, str]] = {}
+    parents = {os.getpid()}
+    while parents:
+        level = {p: f for p, f in processes.items() if int(f.get("PPid", "0")) in parents}
+        found |= level
+        parents = set(level)
     return found
 
 
-def end_children() -> None:
+def end_descendants() -> None:
     """Ends them and waits: the next subject needs their memory."""
-    for pid in children():
-        os.kill(pid, signal.SIGTERM)
+    started = set(descendants())
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(
-        fields["State"].split()[0] != "Z" for fields in children().values()
-    ):
+    while time.monotonic() < deadline and any(map(running, started)):
         time.sleep(0.2)
-    for pid in children():
-        os.kill(pid, signal.SIGKILL)
+    for pid in filter(running, started):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as lines:
+            return not any(line.startswith("State:\tZ") for line in lines)
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""States and speed of several GPUs against one. Needs as many GPUs as --size says.
+"""States, speed and memory of several GPUs against one. Needs as many GPUs as --size says.
 
     python benchmarks/make_model.py dense /tmp/dense
-    python benchmarks/make_model.py moe /tmp/moe --small
+    python benchmarks/make_model.py moe /tmp/moe
     python benchmarks/tensor_parallel.py /tmp/dense /tmp/moe --size 2
 
-For each model: `vllm-compat verify` with one GPU and with all of them (errors against
-transformers must be of one size: the noise of the dtype), then the ceiling and the generator
-with all of them, in turn.
+For each model: the states of the same prompts with one GPU and with all of them, and of
+transformers in float32 and in the checkpoint's dtype, whose distance is the noise of the
+dtype; then the ceiling and the generator with all GPUs, in turn. Without GPUs the workers are
+processes on this machine's cores.
 """
 
 from __future__ import annotations
@@ -14,32 +15,151 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+# More than one scheduler step's 8192 tokens together, so that prompts are cut in chunks.
+LENGTHS = (512, 777, 1300, 2048, 100, 2000, 1900, 1800, 3, 1, 17)
+SHORT = (300, 64, 512, 3, 1, 17)
+SPEED = "512-2048:128:8,32"
 
 
-def verify(model: str, layers: list[str], size: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_compat", "verify", "--model", model, "--json",
-         "--layers", *layers, "--tensor-parallel-size", str(size)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    start = done.stdout.find("{")
-    if start < 0:
-        sys.exit(f"verify with {size} GPUs did not run:\n{done.stderr[-3000:]}")
-    result: dict[str, Any] = json.loads(done.stdout[start:])
-    return {"exit": done.returncode, **result}
+# -- in a process of its own each: states, to a file ---------------------------------------
 
 
-def speed(name: str, model: str, layers: list[str], size: int, more: list[str]) -> Any:
+def prompts(model: str, short: bool) -> list[list[int]]:
+    config = json.loads((Path(model) / "config.json").read_text("utf-8"))
+    draw = random.Random(3)
+    return [
+        [draw.randrange(10, config["vocab_size"]) for _ in range(length)]
+        for length in (SHORT if short else LENGTHS)
+    ]
+
+
+def vllm_states(a: argparse.Namespace, batch: list[list[int]]) -> dict[str, Any]:
+    import vllm_compat
+
+    vllm_compat.apply()
+    from speculators.data_generation.vllm_hidden_states_generator import (
+        VllmHiddenStatesGenerator,
+    )
+
+    generator = VllmHiddenStatesGenerator(
+        a.models[0],
+        layer_ids=a.layers,
+        max_model_len=max(map(len, batch)) + 1,
+        gpu_memory_utilization=a.memory,
+        tensor_parallel_size=a.size,
+    )
+    states = [result["hidden_states"] for result in generator.generate(batch)]
+    config = generator.vllm_config
+    facts = {
+        "workers": list(vllm_compat.status().workers),
+        "sequence_parallelism": {
+            "pass_config.enable_sp": getattr(
+                config.compilation_config.pass_config, "enable_sp", None
+            ),
+            "use_sequence_parallel_moe": getattr(
+                config.parallel_config, "use_sequence_parallel_moe", None
+            ),
+        },
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+    }
+    generator.executor.shutdown()
+    return {"states": states, "facts": facts}
+
+
+def transformers_states(a: argparse.Namespace, batch: list[list[int]]) -> dict[str, Any]:
+    import torch
+
+    from vllm_compat.checks.reference import transformers_states
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    states = transformers_states(
+        a.models[0], a.layers, getattr(torch, a.states_of), device=device
+    )
+    return {"states": [states(prompt) for prompt in batch], "facts": {}}
+
+
+def write_states(a: argparse.Namespace) -> None:
+    import torch
+
+    batch = prompts(a.models[0], a.short)
+    of: Callable[..., dict[str, Any]] = (
+        vllm_states if a.states_of == "vllm" else transformers_states
+    )
+    torch.save(of(a, batch), a.output)
+
+
+# -- the whole --------------------------------------------------------------------------------
+
+
+def states(a: argparse.Namespace, model: str, of: str, size: int, layers: list[int]) -> Any:
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "states.pt"
+        done = subprocess.run(
+            [sys.executable, __file__, model, "--states-of", of, "--size", str(size),
+             "--layers", *map(str, layers), "--memory", str(a.memory), "--output", str(file),
+             *(["--short"] if a.short else [])],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(f"{of} with {size} GPUs did not run:\n{done.stderr[-3000:]}")
+        return torch.load(file)
+
+
+def distance(got: Any, want: Any, layer_ids: list[int]) -> dict[str, Any]:
+    """Relative errors by layer, and rows that look like another place's."""
+    import torch
+
+    from vllm_compat.checks.rows import compare
+
+    found = compare(got, want, layer_ids)
+    whole = []
+    for place in range(len(layer_ids)):
+        a = torch.cat([prompt[place].float() for prompt in got])
+        b = torch.cat([prompt[place].float() for prompt in want])
+        whole.append(float((a - b).norm() / b.norm()))
+    return {
+        "whole": whole,
+        "mean": [layer.mean for layer in found.layers],
+        "worst_row": [layer.worst for layer in found.layers],
+        "moved": [str(moved) for moved in found.moved],
+    }
+
+
+def compared(a: argparse.Namespace, model: str, layers: list[int]) -> dict[str, Any]:
+    dtype = "bfloat16"
+    one = states(a, model, "vllm", 1, layers)
+    all_ = states(a, model, "vllm", a.size, layers)
+    exact = states(a, model, "float32", 1, layers)["states"]
+    noisy = states(a, model, dtype, 1, layers)["states"]
+    return {
+        "facts": {1: one["facts"], a.size: all_["facts"]},
+        "distances": {
+            f"transformers {dtype} to float32": distance(noisy, exact, layers),
+            "one to float32": distance(one["states"], exact, layers),
+            f"{a.size} to float32": distance(all_["states"], exact, layers),
+            f"{a.size} to one": distance(all_["states"], one["states"], layers),
+        },
+    }
+
+
+def speed(a: argparse.Namespace, name: str, model: str, layers: list[int]) -> Any:
     done = subprocess.run(
         [sys.executable, str(HERE / "subject.py"), name, "--model", model,
-         "--layers", ",".join(layers), "--tensor-parallel-size", str(size), *more],
+         "--layers", ",".join(map(str, layers)), "--tensor-parallel-size", str(a.size),
+         "--memory", str(a.memory), "--workloads", *a.workloads,
+         "--repeats", str(a.repeats)],
         capture_output=True, text=True, check=False,
         env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
     )  # fmt: skip
@@ -49,43 +169,77 @@ def speed(name: str, model: str, layers: list[str], size: int, more: list[str]) 
     sys.exit(f"{name} did not run:\n{done.stderr[-3000:]}")
 
 
+def table(model: str, report: dict[str, Any], layers: list[int]) -> str:
+    name = Path(model).name
+    lines = [f"\n| {name} | layer " + " | layer ".join(map(str, layers)) + " | rows moved |"]
+    lines.append("|---" * (len(layers) + 2) + "|")
+    for what, found in report["states"]["distances"].items():
+        errors = " | ".join(
+            f"{100 * whole:.2f} % (worst row {100 * worst:.1f} %)"
+            for whole, worst in zip(found["whole"], found["worst_row"], strict=True)
+        )
+        lines.append(f"| {what} | {errors} | {len(found['moved'])} |")
+    lines.append(f"\n| {name} | batch | tokens/s, median | min to max | of the ceiling |")
+    lines.append("|---|---|---|---|---|")
+    for lengths, of_size in (
+        report["speed"][0]["tokens_per_s"].items() if report["speed"] else ()
+    ):
+        for batch in of_size:
+            rates = {
+                subject: [
+                    rate
+                    for run in report["speed"]
+                    if run["subject"] == subject
+                    for rate in run["tokens_per_s"][lengths][batch]
+                ]
+                for subject in ("ceiling", "generator")
+            }
+            ceiling = statistics.median(rates["ceiling"])
+            for subject, found in rates.items():
+                median = statistics.median(found)
+                lines.append(
+                    f"| {subject}, {lengths} tokens | {batch} | {median:,.0f} "
+                    f"| {min(found):,.0f} to {max(found):,.0f} | {median / ceiling:.2f} |"
+                )
+    for run in report["speed"][-2:]:
+        lines.append(
+            f"\n{run['subject']}: driver {run['driver_rss_mb']:,} MB "
+            f"({run.get('driver_gpu_mb', 0)} MB of GPU memory), workers "
+            f"{run['worker_rss_mb'][: report['size'] + 1]} MB "
+            f"({run.get('worker_gpu_mb')} MB of GPU memory), start {run['construction_s']} s"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+")
     parser.add_argument("--size", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, nargs="+", help="default: the generator's")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="passes in a round")
+    parser.add_argument("--memory", type=float, default=0.6, help="gpu_memory_utilization")
+    parser.add_argument("--workloads", nargs="+", default=[SPEED], help="see subject.py")
+    parser.add_argument("--short", action="store_true", help="fewer and shorter prompts")
     parser.add_argument("--output", type=Path, default=Path("tensor-parallel.json"))
-    parser.add_argument("more", nargs="*", help="after --: further arguments of subject.py")
+    parser.add_argument("--states-of", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    report: dict[str, Any] = {}
+    if a.states_of:
+        write_states(a)
+        return
+    whole: dict[str, Any] = {}
     for model in a.models:
         config = json.loads((Path(model) / "config.json").read_text("utf-8"))
         count = config["num_hidden_layers"]
-        layers = [str(k) for k in (2, count // 2, count - 3, count - 1)]
-        runs: dict[str, Any] = {
-            "verify": {size: verify(model, layers, size) for size in (1, a.size)},
-            "speed": [
-                speed(name, model, layers, a.size, a.more)
-                for _ in range(a.rounds)
-                for name in ("ceiling", "generator")
-            ],
-        }
-        report[model] = runs
-        for batch in runs["speed"][0]["tokens_per_s"]:
-            of = {
-                name: statistics.median(
-                    rate
-                    for run in runs["speed"]
-                    if run["subject"] == name
-                    for rate in run["tokens_per_s"][batch]
-                )
-                for name in ("ceiling", "generator")
-            }
-            ratio = of["generator"] / of["ceiling"]
-            print(f"{model}, batch {batch}: {of['generator']:,.0f} tokens/s, {ratio:.2f}")
-        for size, found in runs["verify"].items():
-            print(f"{model}, {size} GPU(s): verify ended with {found['exit']}")
-    a.output.write_text(json.dumps(report, indent=1), "utf-8")
+        layers = a.layers or [2, count // 2, count - 3, count - 1]
+        report = whole[model] = {"size": a.size, "layers": layers, "speed": []}
+        report["states"] = compared(a, model, layers)
+        a.output.write_text(json.dumps(whole, indent=1), "utf-8")
+        for _ in range(a.rounds):
+            for name in ("ceiling", "generator"):
+                report["speed"].append(speed(a, name, model, layers))
+                a.output.write_text(json.dumps(whole, indent=1), "utf-8")
+        print(table(model, report, layers), flush=True)
 
 
 if __name__ == "__main__":

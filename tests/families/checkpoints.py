@@ -425,9 +425,12 @@ def quantise(
 
     The model's own weights become the dequantised ones, as a 16-bit kernel would see them.
     """
-    from compressed_tensors.compressors.quantized_compressors.pack_quantized import (
-        pack_to_int32,
-    )
+    try:
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    except ImportError:  # before 0.14
+        from compressed_tensors.compressors.quantized_compressors.pack_quantized import (
+            pack_to_int32,
+        )
 
     packed: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
