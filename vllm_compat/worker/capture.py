@@ -110,10 +110,7 @@ class Capture:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._active and self.outbox is not None:
                 rows = self._rows(output)
-                norms = torch.linalg.vector_norm(
-                    rows, ord=float("inf"), dim=-1, dtype=torch.float32
-                )
-                self.outbox.put(Kind.NORMS, self._step, index, norms)
+                self.outbox.put(Kind.NORMS, self._step, index, _largest(rows))
                 self.outbox.put(Kind.ROWS, self._step, index, rows)
 
         return hook
@@ -134,3 +131,12 @@ class Capture:
         if residual is None:
             raise RuntimeError("a decoder layer returned no residual, unlike at setup")
         return hidden + residual.reshape(-1, width)[: self._count]
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of each row; NaN if there is one in it. float32."""
+    if rows.device.type == "cpu":
+        # Seven times as fast there as the norm, which isn't vectorised (torch 2.10).
+        return rows.abs().amax(dim=-1).float()
+    # In one kernel, and without a second copy of the rows.
+    return torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, dtype=torch.float32)
