@@ -107,13 +107,16 @@ def test_a_node_is_lost_in_mid_run(
         output, "--replicas", 2, "--address", "auto", RAY_ADDRESS=two_nodes.address
     )
     run.wait_for_files(BATCH + 1)
-    actors = titled(descendants(os.getpid()), ACTOR)
-    tree = {process for actor in actors for process in descendants(actor)}
-    left_behind = shared_files(tree)
-    assert left_behind
-    two_nodes.remove_node(two_nodes.doomed, allow_graceful=False)
-    before = len(names(output))
-    assert before < SAMPLES
+    os.kill(run.process.pid, signal.SIGSTOP)  # or it would be done before the node is lost
+    try:
+        actors = titled(descendants(os.getpid()), ACTOR)
+        tree = {process for actor in actors for process in descendants(actor)}
+        left_behind = shared_files(tree)
+        assert left_behind
+        two_nodes.remove_node(two_nodes.doomed, allow_graceful=False)
+        assert len(names(output)) < SAMPLES
+    finally:
+        os.kill(run.process.pid, signal.SIGCONT)
     text = run.wait()
     assert f"{SAMPLES} of {SAMPLES} samples" in text
     same_files(output)
