@@ -104,12 +104,10 @@ def main() -> None:
             else:
                 results.append(result)
             (a.output / "results.md").write_text(summary(results, failed))
-    report = summary(results, failed)
     (a.output / "results.json").write_text(
         json.dumps({"machine": machine(), "arguments": sys.argv[1:], "runs": results}, indent=1)
     )
-    (a.output / "results.md").write_text(report)
-    print(report)
+    print(summary(results, failed))
     plot(results, a.output / "results.png")
 
 
@@ -227,11 +225,11 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
     layers, lengths = results[0]["layers"], next(iter(results[0]["tokens_per_s"]))
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name in SUBJECTS:
-        points = [
+        points = sorted(
             (int(setting[2]), statistics.median(found))
             for setting in settings(results)
             if setting[:2] == (layers, lengths) and (found := rates(results, name, setting))
-        ]
+        )
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.set_title(f"{layers} layers, prompts of {lengths} tokens")

@@ -23,13 +23,14 @@ import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import psutil  # vLLM brings it
 
 Prompts = list[list[int]]
 
@@ -88,16 +89,13 @@ def llm(a: argparse.Namespace, extract: bool) -> tuple[Callable[[Prompts], Any],
     import torch
     from vllm import LLM, SamplingParams
 
+    from vllm_compat.starting import bind_to_cores
+
     more: dict[str, Any] = {}
     if not torch.cuda.is_available():
         # The generator's; with its default, 128, vLLM 0.16 on a CPU without AMX has no kernel.
         more["block_size"] = 16
-        # vLLM wants a NUMA node for each worker otherwise; the generator's are bound like this.
-        cores, size = sorted(os.sched_getaffinity(0)), a.tensor_parallel_size
-        if size > 1:
-            shares = (cores[rank::size] for rank in range(size))
-            bound = "|".join(",".join(map(str, share)) for share in shares)
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
+        bind_to_cores(a.tensor_parallel_size)  # as the generator's are
     folder = ""
     if extract:
         folder = tempfile.mkdtemp(
@@ -166,19 +164,23 @@ def memory() -> dict[str, Any]:
         "driver_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "driver_cuda_initialized": torch.cuda.is_initialized(),
     }
-    workers = descendants()
-    peaks = [
-        int(fields["VmHWM"].split()[0]) // 1024
-        for fields in workers.values()
-        if "VmHWM" in fields
-    ]
-    found["worker_rss_mb"] = sorted(peaks, reverse=True)
+    workers = [process.pid for process in psutil.Process().children(recursive=True)]
+    found["worker_rss_mb"] = sorted(map(peak_rss, workers), reverse=True)
     if shutil.which("nvidia-smi"):
         on_gpu = gpu_memory()
         found["driver_gpu_mb"] = on_gpu.get(os.getpid(), 0)
         found["worker_gpu_mb"] = [on_gpu[pid] for pid in workers if pid in on_gpu]
         found["all_gpu_mb"] = on_gpu  # in a container nvidia-smi may know other pids
     return found
+
+
+def peak_rss(pid: int) -> int:
+    """In MB; 0 for a process that has ended."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as lines:
+            return next((int(x.split()[1]) // 1024 for x in lines if x.startswith("VmHWM")), 0)
+    except OSError:
+        return 0
 
 
 def gpu_memory() -> dict[int, int]:
@@ -220,25 +222,25 @@ def main() -> None:
     with open(os.path.join(a.model, "config.json"), encoding="utf-8") as file:
         vocabulary = json.load(file)["vocab_size"]
     batches = [workload.prompts(vocabulary) for workload in workloads]
+    tokens = {w.name: sum(map(len, b)) for w, b in zip(workloads, batches, strict=True)}
     start = time.perf_counter()
     run, kept = make[a.name]()
     construction = time.perf_counter() - start
     run(batches[0][: workloads[0].batch_sizes[0]])  # warm-up
     rates: dict[str, dict[int, list[float]]] = {}
     for workload, batch in zip(workloads, batches, strict=True):
-        tokens = sum(map(len, batch))
         of_size = rates.setdefault(workload.name, {})
         for size in workload.batch_sizes:
-            of_size[size] = [tokens / timed(run, batch, size) for _ in range(a.repeats)]
+            of_size[size] = [
+                tokens[workload.name] / timed(run, batch, size) for _ in range(a.repeats)
+            ]
     print(
         "RESULT "
         + json.dumps(
             {
                 "subject": a.name,
                 "layers": len(a.layers),
-                "tokens": {
-                    w.name: sum(map(len, b)) for w, b in zip(workloads, batches, strict=True)
-                },
+                "tokens": tokens,
                 "construction_s": round(construction, 2),
                 "tokens_per_s": rates,
                 **memory(),
@@ -252,45 +254,16 @@ def main() -> None:
     os._exit(0)
 
 
-def descendants() -> dict[int, dict[str, str]]:
-    """Processes that this one and its children started: pid to fields of /proc/PID/status."""
-    processes: dict[int, dict[str, str]] = {}
-    for status in glob.glob("/proc/[0-9]*/status"):
-        try:
-            with open(status, encoding="utf-8") as lines:
-                fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        except OSError:
-            continue
-        processes[int(fields["Pid"])] = fields
-    found: dict[int, dict[str, str]] = {}
-    parents = {os.getpid()}
-    while parents:
-        level = {p: f for p, f in processes.items() if int(f.get("PPid", "0")) in parents}
-        found |= level
-        parents = set(level)
-    return found
-
-
 def end_descendants() -> None:
     """Ends them and waits: the next subject needs their memory."""
-    started = set(descendants())
-    for pid in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(map(running, started)):
-        time.sleep(0.2)
-    for pid in filter(running, started):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8") as lines:
-            return not any(line.startswith("State:\tZ") for line in lines)
-    except OSError:
-        return False
+    started = psutil.Process().children(recursive=True)
+    for process in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, left = psutil.wait_procs(started, timeout=20)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 if __name__ == "__main__":

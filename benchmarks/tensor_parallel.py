@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from run import run, summary
+
 # More than one scheduler step's 8192 tokens together, so that prompts are cut in chunks.
 LENGTHS = (512, 777, 1300, 2048, 100, 2000, 1900, 1800, 3, 1, 17)
 SHORT = (300, 64, 512, 3, 1, 17)
@@ -154,61 +153,18 @@ def compared(a: argparse.Namespace, model: str, layers: list[int]) -> dict[str, 
     }
 
 
-def speed(a: argparse.Namespace, name: str, model: str, layers: list[int]) -> Any:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "subject.py"), name, "--model", model,
-         "--layers", ",".join(map(str, layers)), "--tensor-parallel-size", str(a.size),
-         "--memory", str(a.memory), "--workloads", *a.workloads,
-         "--repeats", str(a.repeats)],
-        capture_output=True, text=True, check=False,
-        env={"VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
-    )  # fmt: skip
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line[len("RESULT ") :])
-    sys.exit(f"{name} did not run:\n{done.stderr[-3000:]}")
-
-
-def table(model: str, report: dict[str, Any], layers: list[int]) -> str:
-    name = Path(model).name
-    lines = [f"\n| {name} | layer " + " | layer ".join(map(str, layers)) + " | rows moved |"]
-    lines.append("|---" * (len(layers) + 2) + "|")
+def distances(model: str, report: dict[str, Any]) -> str:
+    """The table of the states."""
+    layers = " | layer ".join(map(str, report["layers"]))
+    lines = [f"\n| {Path(model).name} | layer {layers} | rows moved |"]
+    lines.append("|---" * (len(report["layers"]) + 2) + "|")
     for what, found in report["states"]["distances"].items():
         errors = " | ".join(
             f"{100 * whole:.2f} % (worst row {100 * worst:.1f} %)"
             for whole, worst in zip(found["whole"], found["worst_row"], strict=True)
         )
         lines.append(f"| {what} | {errors} | {len(found['moved'])} |")
-    lines.append(f"\n| {name} | batch | tokens/s, median | min to max | of the ceiling |")
-    lines.append("|---|---|---|---|---|")
-    for lengths, of_size in (
-        report["speed"][0]["tokens_per_s"].items() if report["speed"] else ()
-    ):
-        for batch in of_size:
-            rates = {
-                subject: [
-                    rate
-                    for run in report["speed"]
-                    if run["subject"] == subject
-                    for rate in run["tokens_per_s"][lengths][batch]
-                ]
-                for subject in ("ceiling", "generator")
-            }
-            ceiling = statistics.median(rates["ceiling"])
-            for subject, found in rates.items():
-                median = statistics.median(found)
-                lines.append(
-                    f"| {subject}, {lengths} tokens | {batch} | {median:,.0f} "
-                    f"| {min(found):,.0f} to {max(found):,.0f} | {median / ceiling:.2f} |"
-                )
-    for run in report["speed"][-2:]:
-        lines.append(
-            f"\n{run['subject']}: driver {run['driver_rss_mb']:,} MB "
-            f"({run.get('driver_gpu_mb', 0)} MB of GPU memory), workers "
-            f"{run['worker_rss_mb'][: report['size'] + 1]} MB "
-            f"({run.get('worker_gpu_mb')} MB of GPU memory), start {run['construction_s']} s"
-        )
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -221,25 +177,37 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.6, help="gpu_memory_utilization")
     parser.add_argument("--workloads", nargs="+", default=[SPEED], help="see subject.py")
     parser.add_argument("--short", action="store_true", help="fewer and shorter prompts")
-    parser.add_argument("--output", type=Path, default=Path("tensor-parallel.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmark-results"))
     parser.add_argument("--states-of", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.states_of:
         write_states(a)
         return
+    # Not at the top: it imports torch, which the process that starts workers does later.
+    from vllm_compat.checks.reference import default_layers
+
+    a.output.mkdir(parents=True, exist_ok=True)
     whole: dict[str, Any] = {}
     for model in a.models:
         config = json.loads((Path(model) / "config.json").read_text("utf-8"))
-        count = config["num_hidden_layers"]
-        layers = a.layers or [2, count // 2, count - 3, count - 1]
-        report = whole[model] = {"size": a.size, "layers": layers, "speed": []}
+        layers = a.layers or default_layers(config["num_hidden_layers"])
+        runs: list[dict[str, Any]] = []
+        report = whole[model] = {"size": a.size, "layers": layers, "speed": runs}
         report["states"] = compared(a, model, layers)
-        a.output.write_text(json.dumps(whole, indent=1), "utf-8")
-        for _ in range(a.rounds):
-            for name in ("ceiling", "generator"):
-                report["speed"].append(speed(a, name, model, layers))
-                a.output.write_text(json.dumps(whole, indent=1), "utf-8")
-        print(table(model, report, layers), flush=True)
+        print(distances(model, report), flush=True)
+        arguments = [
+            "--layers", ",".join(map(str, layers)), "--tensor-parallel-size", str(a.size),
+            "--memory", str(a.memory), "--repeats", str(a.repeats), "--workloads", *a.workloads,
+        ]  # fmt: skip
+        failed: dict[str, str] = {}
+        for name in ("ceiling", "generator") * a.rounds:
+            result = run(name, model, arguments, a.output)
+            if isinstance(result, str):
+                failed[name] = result
+            else:
+                runs.append(result)
+            (a.output / "results.json").write_text(json.dumps(whole, indent=1), "utf-8")
+        print(summary(runs, failed), flush=True)
 
 
 if __name__ == "__main__":

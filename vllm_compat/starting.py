@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-__all__ = ["prepare"]
+__all__ = ["bind_to_cores", "prepare"]
 
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -23,7 +23,7 @@ def prepare(vllm_config: Any) -> None:
 
     if current_platform.is_cpu():
         # vLLM spawns there whatever one says.
-        _bind_to_cores(vllm_config.parallel_config.tensor_parallel_size)
+        bind_to_cores(vllm_config.parallel_config.tensor_parallel_size)
     elif os.environ.get(_START_METHOD) != "spawn" and not cuda_survives_fork():
         os.environ[_START_METHOD] = "spawn"
 
@@ -64,8 +64,14 @@ def _exit_status(child: int) -> int:
         time.sleep(0.001)
 
 
-def _bind_to_cores(workers: int) -> None:
-    """vLLM binds one worker to one NUMA node, and refuses when there are fewer nodes."""
+def bind_to_cores(workers: int) -> None:
+    """Gives each CPU worker of one engine cores of its own, through vLLM's variable.
+
+    vLLM binds one worker to one NUMA node, and refuses when there are fewer nodes.
+
+    Args:
+        workers: how many; a single one, or more than there are cores, is left to vLLM.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if workers == 1 or len(cores) < workers or os.environ.get(_BIND, "auto") != "auto":
         return

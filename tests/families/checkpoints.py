@@ -427,7 +427,7 @@ def quantise(
     """
     try:
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-    except ImportError:  # before 0.14
+    except ImportError:  # 0.13
         from compressed_tensors.compressors.quantized_compressors.pack_quantized import (
             pack_to_int32,
         )

@@ -3,9 +3,9 @@
     cd tests; python -m families.on_gpu FOLDER qwen3_moe kimi_k2_5_int4 ...
 
 Prints, for each family, the class that vLLM ran it with and the largest error of a row after
-each layer, against transformers in float32. In bfloat16, and with all experts taken: where a
-router has to choose, two experts with nearly the same score are swapped by the noise of the
-dtype, and a swapped expert is another state.
+each layer, against transformers in float32. In bfloat16, and with all experts taken (Llama 4:
+one): where a router has to choose, two experts with nearly the same score are swapped by the
+noise of the dtype, and a swapped expert is another state.
 """
 
 from __future__ import annotations
@@ -48,24 +48,25 @@ def on_gpu(family: Family) -> Family:
     if "kv_lora_rank" in config:
         config |= MLA
         config["q_lora_rank"] = config["q_lora_rank"] and WIDE
+    one = config.get("num_experts_per_tok") == 1  # Llama 4's routing is for no more
     for name in ("num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok"):
-        if name in config:
+        if name in config and not (one and name == "num_experts_per_tok"):
             config[name] = EXPERTS
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         if name in config:
             config[name] = WIDE
     if "n_group" in config:
         config |= {"n_group": 1, "topk_group": 1}
-    return replace(family, config=config, dtypes=(DTYPE,), workarounds=())
+    if "mamba_n_heads" in config:
+        config |= {"mamba_n_heads": 16, "mamba_d_head": 64}  # twice the hidden size
+    return replace(family, config=config)
 
 
 def make(names: list[str], folder: Path) -> None:
     """Checkpoints and references; by transformers, on the CPU."""
-    sizes = {**registry.SIZES, **SIZES}
-    registry.SIZES = sizes
+    registry.SIZES = {**registry.SIZES, **SIZES}  # before it is imported from there
     from . import checkpoints
 
-    checkpoints.SIZES = sizes
     for family in FAMILIES:
         if family.name in names:
             made = checkpoints.make(on_gpu(family), DTYPE, folder)
@@ -75,13 +76,7 @@ def make(names: list[str], folder: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     folder, *names = arguments
-    if names[0] == "--make":
-        make(names[1:], Path(folder))
-        return 0
-    # In a process of its own: transformers' may not start CUDA in the one that forks workers.
-    subprocess.run(
-        [sys.executable, "-m", "families.on_gpu", folder, "--make", *names], check=True
-    )
+    make(names, Path(folder))
     failed = 0
     for name in names:
         result = Path(folder) / f"{name}.json"
