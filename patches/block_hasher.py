@@ -9,26 +9,27 @@ from __future__ import annotations
 from typing import Any
 
 from ..record import Patch, Symbol, at
-from ..session import current_session
+from ..session import Session
 
 _UTILS = "vllm.v1.core.kv_cache_utils"
 _SAMPLING = "vllm.sampling_params:SamplingParams.skip_reading_prefix_cache"
 
 
-def _hashed(make: Any) -> Any:
-    def Request(**kwargs: Any) -> Any:
-        session = current_session()
-        if session.vllm_config.cache_config.enable_prefix_caching:
-            # Cached tokens are not computed, and what isn't computed can't be captured.
-            kwargs["sampling_params"].skip_reading_prefix_cache = True
-            if kwargs.get("block_hasher") is None:
-                kwargs["block_hasher"] = _hasher(session)
-        return make(**kwargs)
+def hash_blocks(session: Session, request: dict[str, Any]) -> None:
+    """Adds to a request's arguments what prefix caching needs, if it is on.
 
-    return Request
+    Args:
+        session: of the generator that makes the request.
+        request: keyword arguments of ``vllm.v1.request.Request``.
+    """
+    if session.vllm_config.cache_config.enable_prefix_caching:
+        # Cached tokens are not computed, and what isn't computed can't be captured.
+        request["sampling_params"].skip_reading_prefix_cache = True
+        if request.get("block_hasher") is None:
+            request["block_hasher"] = _hasher(session)
 
 
-def _hasher(session: Any) -> Any:
+def _hasher(session: Session) -> Any:
     """The hasher that vLLM's engine core would give its requests."""
     if session.block_hasher is None:
         from vllm.v1.core import kv_cache_utils
@@ -42,8 +43,10 @@ def _hasher(session: Any) -> Any:
             session.vllm_config.cache_config.prefix_caching_hash_algo
         )
         once_none_hash(kv_cache_utils.init_none_hash)(function)
+        plan = session.kv_cache
+        assert plan is not None, "a request before the KV cache was planned"
         session.block_hasher = kv_cache_utils.get_request_block_hasher(
-            session.hash_block_size or session.block_size, function
+            plan.hash_block_size or plan.block_size, function
         )
     return session.block_hasher
 
@@ -71,7 +74,7 @@ PATCHES = (
         delete_when="speculators 0.3.0 is no longer supported",
         needed=lambda look: not look.generator_says("block_hasher="),
         speculators="<0.4",
-        replaces={at("Request"): _hashed},
+        feature="request_block_hasher",
         relies_on=(
             Symbol("vllm.v1.request:Request", ("block_hasher",)),
             Symbol(f"{_UTILS}:get_request_block_hasher", if_gone="requests get no hashes"),

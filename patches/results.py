@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..features import Features
 from ..record import Patch, at
 
 if TYPE_CHECKING:
@@ -44,24 +45,22 @@ class _Layer:
         return _Rows(self._rows[index][self._place])
 
 
-def _slices(executor: Any) -> Any:
-    class MultiprocExecutor(executor):  # type: ignore[misc]
-        def captured(self, batch: Batch) -> Any:
-            rows = [batch.result(index) for index in range(len(batch.prompts))]
-            return [[_Layer(batch, place, rows) for place in range(len(batch.layer_ids))]]
+def as_generator_reads(batch: Batch, features: Features) -> Any:
+    """The rows of a batch, as the installed generator takes them apart.
 
-    return MultiprocExecutor
-
-
-def _by_request(executor: Any) -> Any:
-    class MultiprocExecutor(executor):  # type: ignore[misc]
-        def captured(self, batch: Batch) -> Any:
-            return {
-                request_id: [_Rows(rows) for rows in batch.result(index)]
-                for index, request_id in enumerate(batch.request_ids)
-            }
-
-    return MultiprocExecutor
+    Args:
+        batch: all its rows have come.
+        features: say which generation of the generator it is.
+    """
+    if features.results_by_offset:
+        rows = [batch.result(index) for index in range(len(batch.prompts))]
+        return [[_Layer(batch, place, rows) for place in range(len(batch.layer_ids))]]
+    by_request = {
+        request_id: batch.result(index) for index, request_id in enumerate(batch.request_ids)
+    }
+    if features.results_by_request:
+        return {r: [_Rows(rows) for rows in layers] for r, layers in by_request.items()}
+    return by_request
 
 
 PATCHES = (
@@ -72,7 +71,7 @@ PATCHES = (
         delete_when="speculators 0.3.0 is no longer supported",
         needed=lambda look: look.generator_says("h[offset : offset + seq_len]"),
         speculators="<0.4",
-        replaces={at("MultiprocExecutor"): _slices},
+        feature="results_by_offset",
     ),
     Patch(
         name="results-by-request",
@@ -81,7 +80,7 @@ PATCHES = (
         delete_when="speculators 0.4.x is no longer supported",
         needed=lambda look: look.generator_says("request_states_dict[req_id]"),
         speculators=">=0.4",
-        replaces={at("MultiprocExecutor"): _by_request},
+        feature="results_by_request",
     ),
     Patch(
         name="results-in-order",

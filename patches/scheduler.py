@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from ..record import Patch, Symbol, at
@@ -38,33 +37,19 @@ class _Queued(StandIn):
         return self._session.running_engine.run(self._original.finish_requests, *args)
 
 
-def _keeping(original: Any) -> Any:
+def _queued(original: Any) -> Any:
     def Scheduler(**kwargs: Any) -> Any:
         session = current_session()
+        features, plan = session.features, session.kv_cache
+        if features.scheduler_block_size and plan is not None:
+            # 0.4.x passes 16 whatever the platform's block size is.
+            kwargs["block_size"] = plan.block_size
+            if plan.hash_block_size is not None:
+                kwargs["hash_block_size"] = plan.hash_block_size
+        elif features.scheduler_without_block_size:
+            del kwargs["block_size"]
         session.running_engine.scheduler = original(**kwargs)
         return _Queued(session, session.running_engine.scheduler)
-
-    return Scheduler
-
-
-def _with_block_sizes(make: Any) -> Any:
-    def Scheduler(**kwargs: Any) -> Any:
-        from vllm.v1.core.sched.scheduler import Scheduler as upstream
-
-        session = current_session()
-        # 0.4.x passes 16 whatever the platform's block size is.
-        kwargs["block_size"] = session.block_size
-        if "hash_block_size" in inspect.signature(upstream).parameters:
-            kwargs["hash_block_size"] = session.hash_block_size
-        return make(**kwargs)
-
-    return Scheduler
-
-
-def _without_block_size(make: Any) -> Any:
-    def Scheduler(**kwargs: Any) -> Any:
-        kwargs.pop("block_size", None)
-        return make(**kwargs)
 
     return Scheduler
 
@@ -76,7 +61,7 @@ PATCHES = (
         upstream="vllm/v1/core/sched/scheduler.py",
         delete_when="speculators' releases with the generator are no longer supported",
         needed=lambda look: True,
-        replaces={at("Scheduler"): _keeping},
+        replaces={at("Scheduler"): _queued},
         relies_on=(
             Symbol(
                 _SCHEDULER,
@@ -98,7 +83,7 @@ PATCHES = (
         delete_when="vLLM 0.11.0 is no longer supported (then for good)",
         needed=lambda look: look.accepts(_SCHEDULER, "block_size"),
         vllm=">=0.11.1",
-        replaces={at("Scheduler"): _with_block_sizes},
+        feature="scheduler_block_size",
     ),
     Patch(
         name="scheduler-without-block-size",
@@ -111,6 +96,6 @@ PATCHES = (
         ),
         vllm="<0.11.1",
         speculators=">=0.4",
-        replaces={at("Scheduler"): _without_block_size},
+        feature="scheduler_without_block_size",
     ),
 )

@@ -40,6 +40,7 @@ def section(patch: Patch) -> str:
         ("Without it", patch.why),
         ("Needed with", ", ".join(ranges) or "every version"),
         ("Replaces", ", ".join([*(f"`{name}`" for name in replaced), *around])),
+        ("Feature", f"`{patch.feature}`" if patch.feature else ""),
         ("Side", patch.side),
         ("Source", patch.upstream),
         ("Delete when", patch.delete_when),
@@ -47,7 +48,7 @@ def section(patch: Patch) -> str:
     if patch.relies_on:
         symbols = ", ".join(f"`{symbol.path.rpartition('.')[2]}`" for symbol in patch.relies_on)
         rows.append(("Relies on", symbols))
-    body = "\n".join(f"| {name} | {text} |" for name, text in rows)
+    body = "\n".join(f"| {name} | {text} |" for name, text in rows if text)
     return f"\n## {patch.name}\n\n| | |\n|---|---|\n{body}\n"
 
 

@@ -25,12 +25,15 @@ from .errors import (
     UnsupportedEnvironmentError,
     UntestedVersionWarning,
 )
+from .features import Features
 from .imports import ImportWatch
 from .record import Look, Patch, bound, module_of
 from .seams import Commit, commit
 from .symbols import Sources
 
-__all__ = ["Entry", "Report", "applied", "apply", "current", "options", "plan", "revert"]
+__all__ = [
+    "Entry", "Report", "applied", "apply", "current", "features", "options", "plan", "revert",
+]  # fmt: skip
 
 log = logging.getLogger("vllm_compat")
 
@@ -155,6 +158,11 @@ def options() -> Options:
     for wishes in list(_STATE.holders.values()):
         asked.update(wishes)
     return Options(**asked)
+
+
+def features() -> Features:
+    """What the patches that are on say of the installed vLLM and speculators."""
+    return Features.of(_STATE.patches)
 
 
 def plan(sources: Sources | None = None, untested: str | None = None) -> Report:

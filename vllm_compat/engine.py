@@ -33,6 +33,7 @@ from .errors import (
     UnsupportedModelError,
     VllmCompatError,
 )
+from .features import Features
 from .on_ray import RayResources, actor_death
 from .transport.messages import Closed, Kind, Message
 from .transport.shared import Offer, Ring, Unavailable
@@ -55,9 +56,12 @@ class Engine:
     Args:
         build: makes vLLM's executor and starts its workers.
         vllm_config: the configuration of both.
+        features: of this vLLM.
     """
 
-    def __init__(self, build: Callable[[], Any], vllm_config: Any) -> None:
+    def __init__(
+        self, build: Callable[[], Any], vllm_config: Any, features: Features
+    ) -> None:
         self.vllm_config = vllm_config
         self.scheduler: Any = None
         self.description: dict[str, Any] = {}
@@ -67,7 +71,7 @@ class Engine:
         self._step = 0
         self._untold: set[str] = set()
         self._dead: str | None = None
-        self._bare_reply = self._two_phase = False
+        self._features = features
         self._closed = False
         self._pid = os.getpid()
         self._on_ray = RayResources(vllm_config)
@@ -134,22 +138,12 @@ class Engine:
             if "unique_reply_rank" not in inspect.signature(rpc).parameters:
                 return rpc(method, **keywords)[rank]  # Ray's executor
             reply = rpc(method, unique_reply_rank=rank, **keywords)
-            return reply if self._bare_reply else reply[0]
+            return reply if self._features.bare_reply else reply[0]
         except Exception as error:
             explained = self._explained(error)
             if explained is error:
                 raise
             raise explained from error
-
-    def answers(self, bare_reply: bool, two_phase: bool) -> None:
-        """Says how this vLLM behaves.
-
-        Args:
-            bare_reply: ``collective_rpc(unique_reply_rank=r)`` gives the reply of that rank
-                itself, not a list of one.
-            two_phase: ``execute_model`` keeps its batch until ``sample_tokens``.
-        """
-        self._bare_reply, self._two_phase = bare_reply, two_phase
 
     # -- set-up --------------------------------------------------------------------------
 
@@ -260,7 +254,7 @@ class Engine:
                 raise CaptureError(_starved(batch, pending, self.vllm_config))
             self._step += 1
             last = self._is_last(scheduler_output, pending)
-            arguments = (scheduler_output, self._step, self._two_phase, last)
+            arguments = (scheduler_output, self._step, self._features.two_phase_step, last)
             messages = self._step_rpc(arguments)
             self._untold -= scheduler_output.finished_req_ids
             for message in messages or ():
@@ -286,7 +280,8 @@ class Engine:
         """
         rpc, patience = self.executor.collective_rpc, self._patience()
         names = inspect.signature(rpc).parameters
-        if self._reader is None or not self._bare_reply or "unique_reply_rank" not in names:
+        bare_reply = self._features.bare_reply and "unique_reply_rank" in names
+        if self._reader is None or not bare_reply:
             return self._rpc("vllm_compat_step", arguments, _CAPTURING_RANK, {}, patience)
         try:
             future = rpc(

@@ -49,8 +49,10 @@ class Patch:
         upstream: where the fact comes from (file and version, or issue).
         delete_when: what has to be true for the patch to go.
         side: ``driver`` (the user's process) or ``worker`` (vLLM's worker processes).
+        feature: the field of :class:`~vllm_compat.features.Features` that is true where
+            this patch is on; for what an adapter of another record does differently there.
         replaces: seam (``module:attribute.path``) to the function that builds the
-            replacement. Patches of one seam are applied in the order of the registry.
+            replacement.
         vllm: PEP 440 specifier of the vLLM releases that need it; empty for all.
         speculators: the same for speculators.
         transformers: the same for transformers.
@@ -72,6 +74,7 @@ class Patch:
     delete_when: str
     needed: Callable[[Look], bool]
     side: Literal["driver", "worker"] = "driver"
+    feature: str = ""
     replaces: Mapping[str, Wrap] = field(default_factory=dict)
     vllm: str = ""
     speculators: str = ""

@@ -110,7 +110,7 @@ def commit(patches: Sequence[Patch], module: str) -> Commit:
     """Builds every replacement first, then binds them all.
 
     Args:
-        patches: in the order of application.
+        patches: no two of them replace the same name.
         module: bind only this module's names. It is imported.
 
     Raises:
@@ -118,29 +118,28 @@ def commit(patches: Sequence[Patch], module: str) -> Commit:
             would never call. Nothing has changed.
     """
     made = Commit(module)
-    chains: dict[str, list[Patch]] = {}
-    for patch in patches:
-        for seam in patch.replaces:
-            if module_of(seam) == module:
-                chains.setdefault(seam, []).append(patch)
     wanted: list[_Bound] = []
     collisions: list[str] = []
-    for seam, chain in chains.items():
-        owner, attribute, original = _locate(seam, chain[0])
+    replacements = [
+        (patch, seam, build)
+        for patch in patches
+        for seam, build in patch.replaces.items()
+        if module_of(seam) == module
+    ]
+    for patch, seam, build in replacements:
+        owner, attribute, original = _locate(seam, patch)
         value = original if original is not _ABSENT else _inherited(owner, attribute)
         foreign = _foreign(seam, owner, attribute, original)
         if foreign is not None:
-            _check_kept(seam, chain, foreign)
+            _check_kept(seam, patch, foreign)
             collisions.append(
                 f"{seam} was replaced by {foreign} before; theirs is kept underneath"
             )
-        ours = value
-        for patch in chain:
-            ours = patch.replaces[seam](ours)
+        ours = build(value)
         stand_in = (
             _door(made, ours, value)
             if isinstance(owner, type)
-            else Switch(made, ours, value, any(seam in patch.anywhere for patch in chain))
+            else Switch(made, ours, value, seam in patch.anywhere)
         )
         wanted.append(_Bound(seam, owner, attribute, original, stand_in))
     made.collisions = tuple(collisions)
@@ -201,14 +200,13 @@ def _foreign(seam: str, owner: Any, attribute: str, original: Any) -> str | None
     return None if same_package else _owner(original)
 
 
-def _check_kept(seam: str, chain: Sequence[Patch], foreign: str) -> None:
-    for patch in chain:
-        if seam in patch.discards:
-            raise PatchConflictError(
-                f"{seam} was replaced by {foreign}, and patch {patch.name} would never call "
-                "that. Take theirs off before apply(), or leave ours out with "
-                f"VLLM_COMPAT_SKIP={patch.name}. Nothing was changed."
-            )
+def _check_kept(seam: str, patch: Patch, foreign: str) -> None:
+    if seam in patch.discards:
+        raise PatchConflictError(
+            f"{seam} was replaced by {foreign}, and patch {patch.name} would never call "
+            "that. Take theirs off before apply(), or leave ours out with "
+            f"VLLM_COMPAT_SKIP={patch.name}. Nothing was changed."
+        )
 
 
 def _imported_names(module: ModuleType) -> dict[str, tuple[str, str]]:

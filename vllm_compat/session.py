@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .activation import generation, overridden
+from .activation import features, generation, overridden
 from .errors import (
     CaptureError,
     EngineDeadError,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     # Both import torch, which apply() must not.
     from .batch import Batch
     from .engine import Engine
+    from .features import Features
+    from .kv_planning import KVCachePlan
 
 __all__ = ["Session", "current_session", "describe_workers", "guarded_generate", "guarded_init"]
 
@@ -60,19 +62,17 @@ class Session:
         engine: set when it makes its executor.
         layer_ids: the layers asked for, in the caller's order.
         batch: of the call of ``generate`` that is running.
-        kv_cache_configs: one for each worker, once planned.
-        block_size: tokens in a block of the scheduler.
+        kv_cache: how the KV cache was planned.
+        features: of the installed vLLM and speculators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, features: Features) -> None:
+        self.features = features
         self.vllm_config: Any = None
         self.engine: Engine | None = None
         self.layer_ids: list[int] = []
         self.batch: Batch | None = None
-        self.kv_cache_configs: list[Any] = []
-        self.scheduler_kv_cache_config: Any = None
-        self.block_size: int | None = None
-        self.hash_block_size: int | None = None
+        self.kv_cache: KVCachePlan | None = None
         self.block_hasher: Any = None
         self.busy = threading.Lock()
         _LIVE.add(self)
@@ -156,7 +156,7 @@ def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
         if "layer_ids" in bound.arguments:
             bound.arguments["layer_ids"] = check_layer_ids(bound.arguments["layer_ids"])
         _check_lengths(bound.arguments)
-        session = Session()
+        session = Session(features())
         token = SERVED.set(session)
         try:
             with _BUILDING, process_settings_kept():

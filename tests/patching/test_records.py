@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from vllm_compat.patches import REGISTRY
 
 from vllm_compat.environment import GENERATOR
+from vllm_compat.features import Features
 from vllm_compat.record import Patch
 from vllm_compat.symbols import Sources
 
@@ -29,9 +31,20 @@ def test_record_is_complete(patch: Patch) -> None:
     assert patch.why
     assert patch.upstream
     assert patch.delete_when
-    assert patch.replaces or patch.around_import
+    assert patch.replaces or patch.around_import or patch.feature
     for specifier in (patch.vllm, patch.speculators, patch.transformers):
         SpecifierSet(specifier)
+
+
+def test_each_feature_has_one_record() -> None:
+    of_records = [patch.feature for patch in REGISTRY if patch.feature]
+    assert sorted(of_records) == sorted(field.name for field in fields(Features))
+
+
+def test_no_two_records_replace_one_name() -> None:
+    """What an adapter does differently on some release is a feature, not a second adapter."""
+    names = [seam for patch in REGISTRY for seam in patch.replaces]
+    assert sorted(set(names)) == sorted(names)
 
 
 def test_every_module_is_in_the_registry() -> None:

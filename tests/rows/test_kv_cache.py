@@ -127,7 +127,7 @@ def test_a_cache_that_is_smaller_than_it_was_planned(build: Build) -> None:
 def test_sliding_windows(build: Build, family: str, restarts: Restarts) -> None:
     """Prompts longer than the window, cut at other places than the window is."""
     subject = build(family, max_model_len=256, budget=48, blocks=40)
-    groups = subject.generator.executor._session.scheduler_kv_cache_config.kv_cache_groups
+    groups = subject.generator.executor._session.kv_cache.scheduler_config.kv_cache_groups
     assert len(groups) == (2 if family == "gemma2" else 1)
     lengths = (WINDOW - 1, WINDOW, WINDOW + 1, 200, 5, 255, 2 * WINDOW, 100, 31, 180)
     subject.check([prompt(n, n) for n in lengths])

@@ -284,7 +284,7 @@ def _settle(runner: Any) -> None:
     """
     if not hasattr(runner, "input_batch"):
         runner.sample_tokens(None)
-    elif hasattr(runner, "execute_model_state"):
+    else:
         runner.execute_model_state = None
         if hasattr(runner, "kv_connector_output"):
             runner.kv_connector_output = None
