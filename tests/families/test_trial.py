@@ -195,18 +195,24 @@ def test_a_function_that_wants_more_than_ids() -> None:
 
 
 def test_a_layer_runs_again_where_it_began() -> None:
-    """Whatever counts in vLLM's forward context, by whatever name."""
+    """vLLM 0.15.0 pops names from a list in the context, later ones count in it."""
     from vllm.forward_context import get_forward_context, override_forward_context
 
     from vllm_compat.worker.trial import remember
 
-    context = SimpleNamespace(index=3)
+    context = SimpleNamespace(moe_layer_index=3, remaining_moe_layers=["c", "b", "a"])
+
+    def layer() -> str:
+        get_forward_context().moe_layer_index += 1
+        return str(get_forward_context().remaining_moe_layers.pop())
+
     with override_forward_context(context):
         again = remember()
-        context.index += 2
+        assert layer() == "a"
         for _ in range(2):
             with again():
-                assert get_forward_context().index == 3
-                get_forward_context().index += 2
+                assert get_forward_context().moe_layer_index == 3
+                assert layer() == "a"
         assert get_forward_context() is context
-        assert context.index == 5
+        assert context.moe_layer_index == 4
+        assert layer() == "b"

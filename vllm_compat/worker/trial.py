@@ -69,15 +69,25 @@ class Trial:
 def remember() -> Callable[[], AbstractContextManager[Any]]:
     """Keeps vLLM's forward context as it is; opens a copy of it, each time it is called.
 
-    The context counts: where a mixture-of-experts layer is a custom operator (CUDA), it takes
-    its name from ``ForwardContext.all_moe_layers`` and advances ``moe_layer_index`` (vLLM
-    0.15 and later, with torch before 2.11; vllm/forward_context.py). Run twice in one context,
-    a layer would get the experts of the next one, and the last layers none.
+    The context counts calls. Where a mixture-of-experts layer is a custom operator (CUDA; from
+    vLLM 0.17 on also called as a function on a CPU), it takes its name from there: 0.15.0
+    pops it from ``remaining_moe_layers``, 0.15.1 and later read ``all_moe_layers`` and advance
+    ``moe_layer_index`` (vllm/forward_context.py), unless torch is 2.11 or newer, where the
+    name travels as an object. Run twice in one context, a layer would get the experts of a
+    later one, and the last layers none.
     """
     from vllm.forward_context import get_forward_context, override_forward_context
 
-    began = copy.copy(get_forward_context())
-    return lambda: override_forward_context(copy.copy(began))
+    began = _copied(get_forward_context())
+    return lambda: override_forward_context(_copied(began))
+
+
+def _copied(context: Any) -> Any:
+    new = copy.copy(context)
+    for name, value in vars(context).items():
+        if isinstance(value, (list, dict)):
+            setattr(new, name, value.copy())
+    return new
 
 
 def choose_tokens(
