@@ -19,7 +19,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return layers
 
 
-def reference(model: Any) -> list[torch.Tensor]:
+def reference(
+    model: Any, of: Sequence[Sequence[int]] | None = None
+) -> list[torch.Tensor]:
     """States after each decoder layer: one float32 tensor [layers, tokens, hidden] a prompt."""
     caught: dict[int, torch.Tensor] = {}
 
@@ -149,7 +151,7 @@ def reference(model: Any) -> list[torch.Tensor]:
     layers = decoder_layers(model)
     handles = [layer.register_forward_hook(catch(i)) for i, layer in enumerate(layers)]
     result = []
-    for prompt in prompts():
+    for prompt in of or prompts():
         caught.clear()
         with torch.no_grad():
             output = model(

@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 
@@ -212,8 +211,9 @@ def find_out(which: Class) -> dict[str, Any]:
     import torch
 
     from vllm_compat import UnsupportedModelError
-    from vllm_compat.worker import extension
-    from vllm_compat.worker.model import establish_convention, find_decoder
+    from vllm_compat.worker.convention import establish_convention
+    from vllm_compat.worker.decoder import find_decoder
+    from vllm_compat.worker.trial import TOKENS, Trial, remember
 
     with tempfile.TemporaryDirectory() as name:
         write(which, Path(name))
@@ -221,20 +221,13 @@ def find_out(which: Class) -> dict[str, Any]:
     if which.broken:
         norm = model.model.norm if hasattr(model, "model") else model.transformer.ln_f
         norm.register_forward_pre_hook(lambda module, args: (args[0] * 1.5, *args[1:]))
-    runner = SimpleNamespace(device=torch.device("cpu"))
-    worker = SimpleNamespace(vllm_config=config, model_runner=runner)
-
-    def trial() -> Any:
-        return extension._trial(worker, model)
-
     known = config.compilation_config.static_forward_context.values()
     caching = [layer for layer in known if hasattr(layer, "kv_cache")]
     try:
         with torch.inference_mode():
+            trial = Trial(model, config, torch.device("cpu"))
             decoder = find_decoder(model, config.model_config.hf_text_config, trial)
-            convention, _ = establish_convention(
-                decoder, trial, extension._TRIAL_TOKENS, caching
-            )
+            convention, _ = establish_convention(decoder, trial, TOKENS, caching, remember)
     except UnsupportedModelError as error:
         return {"refused": str(error)}
     return {"layers": decoder.path, "convention": convention}

@@ -46,7 +46,7 @@ def write_entry_point(folder: Path) -> None:
 def activate() -> None:
     """Install what the environment names; called by vLLM in each of its processes."""
     for name in filter(None, os.environ.get(VARIABLE, "").split(",")):
-        WORKAROUNDS[name].install()
+        (WORKAROUNDS.get(name) or OTHERS[name]).install()
 
 
 def keep_float32() -> None:
@@ -260,6 +260,24 @@ def gated_delta_net() -> None:
     qwen3_next.chunk_gated_delta_rule = delta_rule
 
 
+def experts_as_operators() -> None:
+    from vllm.model_executor.layers.fused_moe import layer
+
+    class NotACpu:
+        """Says so where the layer decides between operator and direct call; else the same."""
+
+        def __init__(self, platform: Any) -> None:
+            self._platform = platform
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._platform, name)
+
+        def is_cpu(self) -> bool:
+            return False
+
+    layer.current_platform = NotACpu(layer.current_platform)
+
+
 WORKAROUNDS: Mapping[str, Workaround] = {
     "keep_float32": Workaround(
         "vLLM computes a float32 checkpoint in bfloat16 when the dtype is 'auto', and the "
@@ -293,5 +311,14 @@ WORKAROUNDS: Mapping[str, Workaround] = {
         "kernel, and loading trips over the convolution's weight: both are plain torch here, "
         "prefill only. The states' cache and its groups are vLLM's.",
         gated_delta_net,
+    ),
+}
+
+#: Not for want of a kernel: other paths of vLLM, which a CPU doesn't take by itself.
+OTHERS: Mapping[str, Workaround] = {
+    "experts_as_operators": Workaround(
+        "On a GPU the experts of a layer are a custom operator, which in vLLM 0.16 takes the "
+        "layer's name from a counter in the forward context; a CPU calls them directly.",
+        experts_as_operators,
     ),
 }

@@ -15,8 +15,9 @@ from torch import nn
 
 from vllm_compat.transport.messages import Kind, Segment
 from vllm_compat.worker.capture import Capture
+from vllm_compat.worker.convention import Convention
+from vllm_compat.worker.decoder import find_decoder
 from vllm_compat.worker.extension import CaptureExtension
-from vllm_compat.worker.model import Convention, find_decoder
 
 from .test_convention import CONFIG, LAYERS, TOKENS, Model
 

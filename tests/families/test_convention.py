@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from vllm_compat import UnsupportedModelError
-from vllm_compat.worker.model import establish_convention, find_decoder
+from vllm_compat.worker.convention import establish_convention
+from vllm_compat.worker.decoder import find_decoder
 
 WIDTH, TOKENS, LAYERS = 16, 8, 3
 CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, hidden_size=WIDTH)
@@ -98,7 +99,7 @@ def establish(model: nn.Module) -> str:
     ids = torch.arange(TOKENS) + 3
     with torch.inference_mode():
         decoder = find_decoder(model, CONFIG, lambda: model(ids))
-        return establish_convention(decoder, lambda: model(ids), TOKENS)[0]
+        return establish_convention(decoder, lambda number: model(ids + number), TOKENS)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -308,7 +309,7 @@ def test_nothing_stays_on_the_model(model: Callable[[], nn.Module]) -> None:
     made, caching, ids = model(), nn.Identity(), torch.arange(TOKENS)
     with contextlib.suppress(UnsupportedModelError), torch.inference_mode():
         decoder = find_decoder(made, CONFIG, lambda: made(ids))
-        establish_convention(decoder, lambda: made(ids), TOKENS, [caching])
+        establish_convention(decoder, lambda number: made(ids + number), TOKENS, [caching])
     assert "forward" not in vars(caching)
     for module in made.modules():
         assert not module._forward_hooks
@@ -347,6 +348,10 @@ def test_layers_with_a_cache_are_silent(returns: bool) -> None:
     model, ids = Mixed(), torch.arange(TOKENS) + 3
     with torch.inference_mode():
         decoder = find_decoder(model, CONFIG)
+
+        def forward(number: int) -> Any:
+            return model(ids + number)
+
         with pytest.raises(UnsupportedModelError, match="not finite"):
-            establish_convention(decoder, lambda: model(ids), TOKENS)
-        assert establish_convention(decoder, lambda: model(ids), TOKENS, [model.mixer])[0]
+            establish_convention(decoder, forward, TOKENS)
+        assert establish_convention(decoder, forward, TOKENS, [model.mixer])[0]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from ..worker.model import find_decoder, hidden_of
+from ..worker.decoder import find_decoder, hidden_of
 
 __all__ = ["checkpoint_bytes", "default_layers", "transformers_states"]
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..transport.messages import Kind, Segment
-from .model import Convention, Decoder, hidden_of, positions_of, residual_of
+from .convention import Convention
+from .decoder import Decoder, hidden_of, positions_of, residual_of
 from .outbox import Outbox
 
 __all__ = ["Capture"]

@@ -19,15 +19,15 @@ from ..errors import UnsupportedModelError
 from ..transport.messages import Closed, Message, Segment
 from ..transport.shared import Offer, Unavailable, Writer
 from .capture import Capture
-from .model import establish_convention, find_decoder
+from .convention import establish_convention
+from .decoder import find_decoder
 from .outbox import ReplyOutbox, RingOutbox
+from .trial import TOKENS, Trial, remember
 
 __all__ = ["CaptureExtension"]
 
 # Under vLLM's logger: in a spawned worker nobody else has set up any.
 log = logging.getLogger("vllm.vllm_compat")
-
-_TRIAL_TOKENS = 8
 
 
 class CaptureExtension:
@@ -67,17 +67,14 @@ class CaptureExtension:
         parallel = self.vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             # Each stage holds some of the layers; the generator has no such argument.
-            raise UnsupportedModelError(
-                "vllm-compat does not capture across pipeline stages."
-            )
+            raise UnsupportedModelError("vllm-compat does not capture across pipeline stages.")
         # Also those that are no submodules of the model (vLLM's Transformers backend).
         known = self.vllm_config.compilation_config.static_forward_context.values()
         caching = [layer for layer in known if hasattr(layer, "kv_cache")]
         with torch.inference_mode():
-            decoder = find_decoder(model, text_config, lambda: _trial(self, model))
-            convention, dtype = establish_convention(
-                decoder, lambda: _trial(self, model), _TRIAL_TOKENS, caching
-            )
+            trial = Trial(model, self.vllm_config, runner.device)
+            decoder = find_decoder(model, text_config, trial)
+            convention, dtype = establish_convention(decoder, trial, TOKENS, caching, remember)
         batch = _batch_order(runner)
         state = _State(type(model).__name__, decoder.path, str(dtype), batch)
         state.capture = Capture(
@@ -302,30 +299,3 @@ def _leave_interrupts_to_the_driver(parallel: Any) -> None:
 
 def _tensor_rank(worker: Any) -> int:
     return int(worker.rank % worker.vllm_config.parallel_config.tensor_parallel_size)
-
-
-def _trial(worker: Any, model: Any) -> Any:
-    """One forward of a few tokens, without KV cache, as vLLM's profiling run does it."""
-    from vllm.config import set_current_vllm_config
-    from vllm.forward_context import set_forward_context
-
-    config = worker.vllm_config
-    vocabulary = config.model_config.get_vocab_size()
-    positions = torch.arange(_TRIAL_TOKENS, device=worker.model_runner.device)
-    # Not token 0: often the padding token, whose embedding is zero.
-    input_ids = (positions * 7 + 3) % vocabulary
-    # One row for each axis; on text they agree. HunYuan-VL has a rope of its own kind.
-    if config.model_config.uses_mrope:
-        positions = positions.repeat(3, 1)
-    elif axes := getattr(config.model_config, "uses_xdrope_dim", 0):
-        positions = positions.repeat(axes, 1)
-    with (
-        set_current_vllm_config(config),
-        set_forward_context(None, config, num_tokens=_TRIAL_TOKENS),
-    ):
-        return model(
-            input_ids=input_ids,
-            positions=positions,
-            intermediate_tensors=None,
-            inputs_embeds=None,
-        )
