@@ -65,6 +65,7 @@ class Engine:
         self.vllm_config = vllm_config
         self.scheduler: Any = None
         self.description: dict[str, Any] = {}
+        self.recurrent = False  # a state goes from token to token, beside attention
         self.arena, self.copier = Arena(), Copier()
         self._caller = _Caller()
         self._reader: _Reader | None = None
@@ -188,8 +189,16 @@ class Engine:
         return reason
 
     def initialize(self, kv_cache_configs: list[Any]) -> None:
-        """Allocates the KV cache; one config for each worker."""
+        """Allocates the KV cache; one config for each worker.
+
+        Raises:
+            UnsupportedModelError: a worker keeps states in a form that isn't known.
+        """
         self.run(self.executor.initialize_from_config, kv_cache_configs)
+        for reply in self.rpc("vllm_compat_know_blocks"):
+            if "refused" in reply:
+                raise UnsupportedModelError(reply["refused"])
+            self.recurrent = bool(reply["recurrent"])
 
     def _open(self, offer: Offer | None) -> str:
         return "; ".join(sorted({r for r in self.rpc("vllm_compat_open", offer) if r}))
@@ -359,8 +368,11 @@ class Engine:
             self._reader.serve(None)
         try:
             self._finish([r for r in batch.request_ids if r in self.scheduler.requests])
+            self._rpc("vllm_compat_clean", (), None, {}, self._patience())
+        except EngineDeadError:
+            pass  # the next call says so
         except Exception as error:
-            self._dead = f"its scheduler could not be cleaned up after an error: {error!r}"
+            self._dead = f"it could not be cleaned up after an error: {error!r}"
 
     # -- life and death ------------------------------------------------------------------
 

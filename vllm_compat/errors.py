@@ -41,7 +41,8 @@ class InvalidInputError(VllmCompatError, ValueError):
 class CaptureError(VllmCompatError, RuntimeError):
     """A row of hidden states is missing, doubled, misplaced or not finite.
 
-    The message names the sequence (its index in the batch), the layer and the position.
+    The message names the sequence (its index in the batch), the layer and the position. Or a
+    sequence that was computed a second time came out otherwise (:mod:`vllm_compat.canary`).
     """
 
 

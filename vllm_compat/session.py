@@ -13,11 +13,13 @@ import logging
 import numbers
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .activation import features, generation, overridden
+from .canary import Canary, share_from_environment
 from .errors import (
     CaptureError,
     EngineDeadError,
@@ -74,6 +76,8 @@ class Session:
         self.batch: Batch | None = None
         self.kv_cache: KVCachePlan | None = None
         self.block_hasher: Any = None
+        self._canary: Canary | None = None
+        self._canary_share = share_from_environment()
         self.busy = threading.Lock()
         _LIVE.add(self)
 
@@ -99,6 +103,13 @@ class Session:
         if self.batch is None:
             raise EngineDeadError(_REVERTED)
         return self.batch
+
+    @property
+    def canary(self) -> Canary:
+        """What computes sequences a second time, now and then."""
+        if self._canary is None:
+            self._canary = Canary(self._canary_share, self.running_engine.recurrent)
+        return self._canary
 
     def close(self) -> None:
         """Ends the workers."""
@@ -256,6 +267,36 @@ def _generate(
     engine: Engine,
     prompts: list[list[int]],
 ) -> list[dict[str, Any]]:
+    def alone(prompt: list[int]) -> list[Any]:
+        (result,) = _computed(original, generator, session, engine, [prompt])
+        states: list[Any] = result["hidden_states"]
+        return states
+
+    began = generation()
+    token = SERVED.set(session)
+    try:
+        begun = time.monotonic()
+        results = _computed(original, generator, session, engine, prompts)
+        seconds = time.monotonic() - begun
+        states = [result["hidden_states"] for result in results]
+        session.canary.look(prompts, states, seconds, alone)
+        return results
+    except BaseException as error:
+        if generation() != began:
+            raise VllmCompatError(_OVERTAKEN) from error
+        raise
+    finally:
+        SERVED.reset(token)
+
+
+def _computed(
+    original: Callable[..., Any],
+    generator: Any,
+    session: Session,
+    engine: Engine,
+    prompts: list[list[int]],
+) -> list[dict[str, Any]]:
+    """One run of the generator's own ``generate``, with its account of rows."""
     import torch
 
     from .batch import Batch
@@ -268,21 +309,16 @@ def _generate(
         engine.arena,
         engine.copier,
     )
-    began = generation()
-    token = SERVED.set(session)
     try:
         session.batch = batch
         results: list[dict[str, Any]] = original(generator, prompts)
         _check_results(results, batch)
         return results
-    except BaseException as error:
+    except BaseException:
         engine.abandon(batch)
-        if generation() != began:
-            raise VllmCompatError(_OVERTAKEN) from error
         raise
     finally:
         session.batch = None
-        SERVED.reset(token)
 
 
 def _check_results(results: list[dict[str, Any]], batch: Batch) -> None:

@@ -209,6 +209,28 @@ def gated_delta_net() -> None:
             conv_states[slot] = seen[:, -kept:].to(conv_states.dtype)
         return out
 
+    def causal_conv1d_update(
+        x: torch.Tensor,
+        conv_state: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        *,
+        conv_state_indices: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        """A decode step: a token for each sequence, which goes on from what its block holds."""
+        return causal_conv1d(
+            x.T,
+            weight,
+            bias,
+            activation=activation,
+            conv_states=conv_state,
+            has_initial_state=torch.ones(len(x), dtype=torch.bool),
+            cache_indices=conv_state_indices,
+            query_start_loc=torch.arange(len(x) + 1),
+        ).T
+
     def gating(a_log: Any, a: Any, b: Any, dt_bias: Any) -> tuple[torch.Tensor, torch.Tensor]:
         decay = -a_log.float().exp() * functional.softplus(a.float() + dt_bias.float())
         return decay[None], b.float().sigmoid()[None]
@@ -245,6 +267,15 @@ def gated_delta_net() -> None:
             states.append(state)
         return out[None].to(v.dtype), torch.stack(states)
 
+    def recurrent_delta_rule(
+        *, initial_state: torch.Tensor, ssm_state_indices: torch.Tensor, **given: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A decode step: it goes on from what the blocks hold, and writes there."""
+        slots = ssm_state_indices[: len(given["cu_seqlens"]) - 1]
+        out, states = delta_rule(initial_state=initial_state[slots], **given)
+        initial_state[slots] = states.to(initial_state.dtype)
+        return out, initial_state
+
     original = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -256,8 +287,10 @@ def gated_delta_net() -> None:
         dispatch.is_workaround = True  # type: ignore[attr-defined]
         utils.dispatch_cpu_unquantized_gemm = dispatch
     qwen3_next.causal_conv1d_fn = causal_conv1d
+    qwen3_next.causal_conv1d_update = causal_conv1d_update
     qwen3_next.fused_gdn_gating = gating
     qwen3_next.chunk_gated_delta_rule = delta_rule
+    qwen3_next.fused_recurrent_gated_delta_rule = recurrent_delta_rule
 
 
 def experts_as_operators() -> None:
@@ -308,8 +341,8 @@ WORKAROUNDS: Mapping[str, Workaround] = {
     ),
     "gated_delta_net": Workaround(
         "The linear attention of Qwen3-Next (convolution and gated delta rule) has no CPU "
-        "kernel, and loading trips over the convolution's weight: both are plain torch here, "
-        "prefill only. The states' cache and its groups are vLLM's.",
+        "kernel, and loading trips over the convolution's weight: both are plain torch here. "
+        "The states' cache, its groups, and what counts as a decode step are vLLM's.",
         gated_delta_net,
     ),
 }

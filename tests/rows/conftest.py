@@ -16,7 +16,9 @@ from unittest import mock
 
 import pytest
 import torch
+from conformance.hybrid import HYBRID
 from conformance.models import Family, Reference, write_checkpoint
+from families.cpu_workarounds import VARIABLE, write_entry_point
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -31,6 +33,8 @@ import vllm_compat
 # CPU workers would take a share of all memory for the KV cache, and from vLLM 0.20 on refuse
 # to start if it isn't free.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+TESTS = Path(__file__).parents[1]
 
 # The worker of the engine that tests share waits by spinning. A second engine, whose team of
 # threads meets at each operation, would hardly get on beside it on two cores.
@@ -71,6 +75,8 @@ FAMILIES = {
         (3, 0, 1),
         None,
     ),
+    # Three of four layers carry a state from token to token.
+    "qwen3_next": HYBRID,
 }
 
 
@@ -212,6 +218,22 @@ def build(applied: Any, checkpoints: Checkpoints) -> Iterator[Build]:
 def shared(build: Build) -> Subject:
     """One engine for all that an engine survives: each test so also finds what another left."""
     return build()
+
+
+@pytest.fixture(scope="package")
+def hybrid(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Qwen3-Next. vLLM 0.16.0 has no kernels for it on a CPU: they are plain torch here (see
+    ``gated_delta_net``), for a prefill and for a decode step. Which of the two a prompt is, the
+    cache of states and its blocks are vLLM's own."""
+    folder = tmp_path_factory.mktemp("workarounds")
+    write_entry_point(folder)
+    paths = [str(TESTS), str(folder), os.environ.get("PYTHONPATH", "")]
+    variables = {
+        VARIABLE: "gated_delta_net",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    with mock.patch.dict(os.environ, variables):
+        return build("qwen3_next", max_model_len=256, blocks=12)
 
 
 def generator_of(

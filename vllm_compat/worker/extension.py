@@ -18,6 +18,7 @@ import torch
 from ..errors import UnsupportedModelError
 from ..transport.messages import Closed, Message, Segment
 from ..transport.shared import Offer, Unavailable, Writer
+from .blocks import Blocks
 from .capture import Capture
 from .convention import establish_convention
 from .decoder import find_decoder
@@ -93,6 +94,21 @@ class CaptureExtension:
         )  # fmt: skip
         return self.vllm_compat_describe()
 
+    def vllm_compat_know_blocks(self) -> dict[str, Any]:
+        """Finds the blocks of the KV cache. Called once, after it was allocated.
+
+        Returns:
+            ``recurrent``: whether the model carries states from token to token; or
+            ``refused`` and why.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        try:
+            blocks = Blocks(self.model_runner.kv_cache_config, layers)
+        except UnsupportedModelError as error:
+            return {"refused": str(error)}
+        self._vllm_compat.blocks = blocks
+        return {"recurrent": blocks.recurrent}
+
     def vllm_compat_open(self, offer: Offer | None) -> str | None:
         """Opens the driver's memory, or none (then rows go with the replies).
 
@@ -132,9 +148,11 @@ class CaptureExtension:
         state = self._vllm_compat
         capture = state.capture
         assert capture is not None
+        assert state.blocks is not None
         state.scheduler_output = scheduler_output
         try:
             state.wait_for_inputs()
+            state.blocks.begin(scheduler_output, last)
             capture.begin(step)
             try:
                 self.execute_model(scheduler_output)  # type: ignore[attr-defined]
@@ -154,6 +172,11 @@ class CaptureExtension:
             if capture.outbox is not None:
                 with contextlib.suppress(Closed):
                     capture.outbox.replied(step)
+
+    def vllm_compat_clean(self) -> None:
+        """Cleans the KV blocks of a batch that failed: it may have left NaN in them."""
+        assert self._vllm_compat.blocks is not None
+        self._vllm_compat.blocks.clean()
 
     def vllm_compat_close(self) -> None:
         """Takes the hooks off and gives the memory back."""
@@ -195,6 +218,7 @@ class CaptureExtension:
             "convention": state.capture.convention,
             "dtype": state.dtype,
             "hidden_size": state.capture.decoder.hidden_size,
+            "recurrent states": state.blocks is not None and state.blocks.recurrent,
             "captures": list(state.capture.layer_ids) if _tensor_rank(self) == 0 else [],
             "transport": type(outbox).__name__ if outbox is not None else "none",
         }
@@ -208,6 +232,7 @@ class _State:
         self.path = path
         self.dtype = dtype
         self.capture: Capture | None = None
+        self.blocks: Blocks | None = None
         self.scheduler_output: Any = None
         self._batch = batch
         self._inputs_read: Any = None
