@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .activation import generation, overridden
 from .errors import (
     CaptureError,
     EngineDeadError,
@@ -27,6 +26,7 @@ from .errors import (
 )
 from .prompts import check_layer_ids, check_prompts
 from .seams import SERVED
+from .state import generation, overridden
 
 if TYPE_CHECKING:
     # Both import torch, which apply() must not.
