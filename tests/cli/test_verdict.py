@@ -216,7 +216,7 @@ def test_a_conflict(tmp_path: Path) -> None:
         lambda text: f"{text}\n_before = VllmConfig\n{THEIRS}",
     )
     env = {**environment(), **ahead(tmp_path)}
-    message = python(OUTCOME.format(then=IMPORT), env=env).stdout
+    message = python(OUTCOME.format(then=IMPORT), env=env, timeout=600).stdout
     assert message.startswith("PatchConflictError")
     done = command(["-m", "vllm_compat", "doctor", "--json"], env=ahead(tmp_path), timeout=600)
     assert done.returncode == 1, done.stderr
