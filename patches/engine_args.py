@@ -13,9 +13,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..activation import options
 from ..record import Patch, Symbol, at
 from ..session import current_session
+from ..state import options
 
 _EXTENSION = "vllm_compat.worker.extension.CaptureExtension"
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"

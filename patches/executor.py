@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..activation import options
 from ..record import Patch, Symbol, at
 from ..session import Session, current_session
 from ..starting import prepare
+from ..state import options
 from .results import as_generator_reads
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ imports neither vLLM, torch, transformers nor speculators, and changes nothing.
 
 from __future__ import annotations
 
-from .activation import Entry, Report, applied, apply, revert
+from .activation import applied, apply, current, revert
 from .environment import Environment, Package
 from .errors import (
     CaptureError,
@@ -22,6 +22,7 @@ from .errors import (
     VllmCompatError,
 )
 from .record import Patch
+from .report import Entry, Report
 
 __all__ = [
     "CaptureError",
@@ -55,9 +56,8 @@ def status(*, workers: bool = True) -> Report:
 
     Raises:
         UnsupportedEnvironmentError: as :func:`apply` would.
+        InvalidInputError: one of our environment variables has a wrong value.
     """
-    from .activation import current
-
     report = current()
     if not workers:
         return report

@@ -9,23 +9,21 @@ out the same a second time.
 from __future__ import annotations
 
 import logging
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .errors import CaptureError, InvalidInputError
+from .errors import CaptureError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Canary", "share_from_environment"]
+__all__ = ["Canary"]
 
 log = logging.getLogger("vllm_compat")
 
 _VARIABLE = "VLLM_COMPAT_CANARY"
-_SHARE = 0.01
 _TOLERANCE = 0.25
 """Of a row's length. Two right computations in bf16 are 1 to 5 % apart, rows of different
 tokens 20 to 150 %. It is the median row that counts: where a router has to choose between
@@ -36,25 +34,6 @@ _ROWS = 256  # of a sequence; the rest of a long one adds nothing to a median
 
 States = Sequence["torch.Tensor"]
 """One tensor [tokens, hidden_size] for each layer asked for."""
-
-
-def share_from_environment() -> float:
-    """How much of the time the canary may take, from ``VLLM_COMPAT_CANARY``; 0: none.
-
-    Raises:
-        InvalidInputError: it is not a number from 0 to 1.
-    """
-    text = os.environ.get(_VARIABLE) or str(_SHARE)
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise InvalidInputError(
-            f"{_VARIABLE}={text!r} is not a number from 0 (off) to 1: the share of the time "
-            "that computing sequences a second time may take."
-        )
-    return share
 
 
 class Canary:

@@ -9,49 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
-from .environment import GENERATOR, Environment, detect, require
-from .errors import UnsupportedEnvironmentError
-from .record import Look, Patch, bound
-from .symbols import Sources, Symbol
+from .environment import detect
+from .inspection import Deviation, inspect, registry
+from .record import Patch
+from .symbols import Sources
 
-__all__ = ["Finding", "Kind", "add_arguments", "check", "main", "packages_under", "run"]
-
-Kind = Literal["gone", "parameters", "range", "seam", "import", "environment"]
+__all__ = ["add_arguments", "check", "main", "packages_under", "run"]
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is not as a patch knows it.
-
-    Attributes:
-        kind: ``gone`` (a symbol is missing), ``parameters`` (a callable lost some),
-            ``range`` (probe and version range of a record disagree), ``seam`` (a name that
-            a patch replaces is not bound there any more), ``import`` (the generator imports
-            it, and it is gone), ``environment`` (no vLLM, or no generator, at all).
-        patch: name of the patch, or empty.
-        symbol: what it is about; ``module:Name.member``.
-        what: one clause that says what is different.
-        seen: what a user would see, one clause; may be empty.
-    """
-
-    kind: Kind
-    patch: str
-    symbol: str
-    what: str
-    seen: str = ""
-
-    def __str__(self) -> str:
-        where = f" (patch {self.patch})" if self.patch else ""
-        seen = f"; users would see: {self.seen}" if self.seen else ""
-        return f"{self.symbol}{where}: {self.what}{seen}"
-
-
-def check(sources: Sources, patches: Sequence[Patch] | None = None) -> tuple[Finding, ...]:
+def check(sources: Sources, patches: Sequence[Patch] | None = None) -> tuple[Deviation, ...]:
     """Compares what is installed with what the patches say of it. Imports none of it.
 
     Args:
@@ -61,61 +31,7 @@ def check(sources: Sources, patches: Sequence[Patch] | None = None) -> tuple[Fin
     Returns:
         What differs; empty if ``apply()`` would find everything where it expects it.
     """
-    if patches is None:
-        from .activation import registry
-
-        patches = registry()
-    environment = detect(sources)
-    try:
-        require(environment, sources)
-    except UnsupportedEnvironmentError as error:
-        return (Finding("environment", "", "", str(error)),)
-    return tuple(_findings(environment, Look(environment, sources), patches))
-
-
-def _findings(
-    environment: Environment, look: Look, patches: Sequence[Patch]
-) -> Iterator[Finding]:
-    for patch in patches:
-        needed, expected = patch.needed(look), patch.expected(environment)
-        if expected is not None and expected != needed:
-            ranges = "; ".join(
-                f"{name} {specifier}"
-                for name in ("vllm", "speculators", "transformers")
-                if (specifier := getattr(patch, name))
-            )
-            verb = "is needed" if needed else "is not needed"
-            yield Finding(
-                "range",
-                patch.name,
-                patch.upstream,
-                f"{verb} here, though its record says {ranges}",
-            )
-        if not needed:
-            continue
-        for symbol in patch.required_symbols(environment):
-            if (finding := _compare(patch, symbol, look.sources)) is not None:
-                yield finding
-        for seam in patch.replaces:
-            if not bound(seam, look.sources):
-                yield Finding("seam", patch.name, seam, "is not bound there", patch.why)
-    provided = {name for patch in patches if patch.needed(look) for name in patch.provides}
-    for name in look.sources.unresolved(GENERATOR, "vllm"):
-        if name not in provided:
-            seen = "UnsupportedEnvironmentError from apply()"
-            yield Finding("import", "", name, "is imported by the generator, and gone", seen)
-
-
-def _compare(patch: Patch, symbol: Symbol, sources: Sources) -> Finding | None:
-    found = sources.find(symbol.path)
-    seen = symbol.if_gone or f"UnsupportedEnvironmentError from apply(), for: {patch.why}"
-    if found is None:
-        return Finding("gone", patch.name, symbol.path, "is gone", seen)
-    lost = [name for name in symbol.parameters if not found.accepts(name)]
-    if lost:
-        what = f"no longer takes {', '.join(lost)}; takes {', '.join(found.parameters) or '-'}"
-        return Finding("parameters", patch.name, symbol.path, what, seen)
-    return None
+    return inspect(sources, registry() if patches is None else patches).deviations
 
 
 def packages_under(path: Path) -> list[Path]:

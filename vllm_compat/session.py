@@ -18,8 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .activation import features, generation, overridden
-from .canary import Canary, share_from_environment
+from .canary import Canary
 from .errors import (
     CaptureError,
     EngineDeadError,
@@ -29,6 +28,8 @@ from .errors import (
 )
 from .prompts import check_layer_ids, check_prompts
 from .seams import SERVED
+from .settings import Settings
+from .state import features, generation, overridden
 
 if TYPE_CHECKING:
     # Both import torch, which apply() must not.
@@ -77,7 +78,7 @@ class Session:
         self.kv_cache: KVCachePlan | None = None
         self.block_hasher: Any = None
         self._canary: Canary | None = None
-        self._canary_share = share_from_environment()
+        self._canary_share = Settings.read().canary
         self.busy = threading.Lock()
         _LIVE.add(self)
 

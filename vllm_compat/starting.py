@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-__all__ = ["bind_to_cores", "prepare"]
+__all__ = ["bind_to_cores", "prepare", "start_method"]
 
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -22,10 +22,27 @@ def prepare(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        # vLLM spawns there whatever one says.
         bind_to_cores(vllm_config.parallel_config.tensor_parallel_size)
-    elif os.environ.get(_START_METHOD) != "spawn" and not cuda_survives_fork():
+    elif start_method() == "spawn":
         os.environ[_START_METHOD] = "spawn"
+
+
+def start_method() -> str:
+    """How the workers of a generator of this process are started: ``fork`` or ``spawn``.
+
+    Raises:
+        ValueError: from vLLM: ``VLLM_WORKER_MULTIPROC_METHOD`` is neither.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.executor.multiproc_executor import get_mp_context
+
+    if current_platform.is_cpu():
+        # Written over whatever one says for each engine: vllm/platforms/cpu.py,
+        # check_and_update_config (0.11 to 0.32).
+        return "spawn"
+    if os.environ.get(_START_METHOD) != "spawn" and not cuda_survives_fork():
+        return "spawn"
+    return str(get_mp_context().get_start_method())
 
 
 def cuda_survives_fork() -> bool:

@@ -21,8 +21,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from vllm_compat.activation import registry
 from vllm_compat.environment import GENERATOR, detect
+from vllm_compat.inspection import registry
 from vllm_compat.record import Look
 from vllm_compat.symbols import Found, Sources
 

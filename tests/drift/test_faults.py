@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from vllm_compat import UnsupportedEnvironmentError, drift
-from vllm_compat.activation import plan
+from vllm_compat.decision import plan
 from vllm_compat.environment import GENERATOR
 from vllm_compat.symbols import Sources
 
 from .recording import Replay
-from .test_releases import KNOWN, recorded
+from .test_releases import ALLOW, KNOWN, recorded
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
@@ -46,7 +46,7 @@ def test_a_symbol_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedEnvironmentError, match=r"Scheduler\.finish_requests"
     ) as caught:
-        plan(sources, untested="allow")
+        plan(sources, ALLOW)
     assert "Nothing was changed" in str(caught.value)
 
 
@@ -59,7 +59,7 @@ def test_a_parameter_that_is_gone(tmp_path: Path) -> None:
     assert (finding.kind, finding.patch) == ("parameters", "scheduler")
     assert "finished_status" in finding.what
     with pytest.raises(UnsupportedEnvironmentError, match="finished_status"):
-        plan(sources, untested="allow")
+        plan(sources, ALLOW)
 
 
 def test_a_change_that_came_earlier_than_the_record_says(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_change_that_came_earlier_than_the_record_says(tmp_path: Path) -> None
     sources = changed(tmp_path, "0.16.0", "0.3.0", "vllm", **{question: answer})
     (finding,) = drift.check(sources)
     assert (finding.kind, finding.patch) == ("range", "request-eos-token-id")
-    report = plan(sources, untested="allow")
+    report = plan(sources, ALLOW)
     assert report["request-eos-token-id"].state == "off"  # it will be put on
     assert any("request-eos-token-id" in note for note in report.notes)
 
@@ -94,7 +94,7 @@ def test_an_import_of_the_generator_that_vllm_has_no_more(tmp_path: Path) -> Non
     (finding,) = drift.check(sources)
     assert finding.kind == "import"
     with pytest.raises(UnsupportedEnvironmentError, match="StructuredOutputManager"):
-        plan(sources, untested="allow")
+        plan(sources, ALLOW)
 
 
 def test_a_speculators_without_the_generator(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 from packaging.version import Version
 
 from vllm_compat import drift
-from vllm_compat.activation import plan, registry
+from vllm_compat.decision import plan
 from vllm_compat.environment import detect
+from vllm_compat.inspection import registry
+from vllm_compat.settings import Settings
 from vllm_compat.symbols import Sources
 
 from .recording import Replay, read
@@ -23,6 +25,7 @@ from .recording import Replay, read
 KNOWN = read()
 PAIRS = [(v, s) for v in KNOWN["vllm"] for s in KNOWN["speculators"]]
 FOLDER = os.environ.get("VLLM_COMPAT_SOURCES")
+ALLOW = Settings(untested="allow")
 
 
 def recorded(vllm: str, speculators: str, folder: Path, transformers: str = "4.57.6") -> Replay:
@@ -69,7 +72,7 @@ def test_nothing_has_moved(vllm: str, speculators: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(("vllm", "speculators"), PAIRS, ids=lambda v: str(v))
 def test_apply_would_take_it(vllm: str, speculators: str, folder: Path) -> None:
-    report = plan(recorded(vllm, speculators, folder), untested="allow")
+    report = plan(recorded(vllm, speculators, folder), ALLOW)
     assert report.active or any(entry.state == "off" for entry in report.entries)
     assert not [note for note in report.notes if "version number" in note]
 
@@ -78,7 +81,7 @@ def test_apply_would_take_it(vllm: str, speculators: str, folder: Path) -> None:
 def test_transformers(transformers: str, folder: Path) -> None:
     sources = recorded("0.22.1", "0.3.0", folder, transformers)
     assert [str(finding) for finding in drift.check(sources)] == []
-    states = {e.patch.name: e.state for e in plan(sources, untested="allow").entries}
+    states = {e.patch.name: e.state for e in plan(sources, ALLOW).entries}
     version = Version(transformers)
     assert (states["transformers-torch-name"] == "off") == (version >= Version("5.4"))
     assert (states["transformers-attn-mask"] == "off") == (version >= Version("5.24"))
@@ -97,7 +100,7 @@ def test_every_versioned_patch_is_on_somewhere_and_off_somewhere(folder: Path) -
     """A range that no release falls in, or that all do, is a mistake in the record."""
     on: dict[str, set[bool]] = {patch.name: set() for patch in registry()}
     for vllm, speculators in PAIRS:
-        for entry in plan(recorded(vllm, speculators, folder), untested="allow").entries:
+        for entry in plan(recorded(vllm, speculators, folder), ALLOW).entries:
             on[entry.patch.name].add(entry.state != "not needed")
     for patch in registry():
         if patch.transformers:

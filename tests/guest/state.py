@@ -109,7 +109,8 @@ def imported_names(module: ModuleType) -> dict[str, tuple[str, str]]:
 
 def faults(applied: bool) -> list[str]:
     """What is not as it has to be in the generator's module, patches on or off."""
-    from vllm_compat.activation import current, registry
+    from vllm_compat.activation import current
+    from vllm_compat.inspection import registry
     from vllm_compat.seams import Switch
 
     module = sys.modules[GENERATOR]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import vllm_compat
-from vllm_compat import UnsupportedEnvironmentError, activation
+from vllm_compat import UnsupportedEnvironmentError, activation, decision
 from vllm_compat.symbols import Sources
 
 from .processes import environment, python
@@ -108,7 +108,7 @@ def test_nothing_has_changed(
 ) -> None:
     package, file, change, words = CHANGES[what]
     root = overlay(tmp_path, package, file, change) / package
-    monkeypatch.setattr(activation, "Sources", lambda: Sources({package: root}))
+    monkeypatch.setattr(decision, "Sources", lambda: Sources({package: root}))
     before = State()
     with pytest.raises(UnsupportedEnvironmentError) as caught:
         vllm_compat.apply()
@@ -222,10 +222,10 @@ def test_a_replacement_that_can_not_be_built(
     def broken(original: Any) -> Any:
         raise ZeroDivisionError
 
-    patches = list(activation.registry())
+    patches = list(decision.registry())
     last = patches[-1]
     patches[-1] = replace(last, replaces=dict.fromkeys(last.replaces, broken))
-    monkeypatch.setattr(activation, "registry", lambda: tuple(patches))
+    monkeypatch.setattr(decision, "registry", lambda: tuple(patches))
     before = State()
     with pytest.raises(ZeroDivisionError):
         vllm_compat.apply()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 import vllm_compat
-from vllm_compat import activation, patches, starting
+from vllm_compat import patches, starting
+from vllm_compat.inspection import registry
+from vllm_compat.settings import Settings
 
 DOCS = Path(__file__).parents[2] / "docs" / "guest.md"
 
@@ -68,24 +71,54 @@ def test_everything_is_annotated() -> None:
                 assert parameter.name == "self" or parameter.annotation, name
 
 
-def test_every_variable_that_is_read_is_in_the_documentation() -> None:
+def sources() -> list[Path]:
     folders = [Path(str(p.__file__)).parent for p in (vllm_compat, patches)]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
-    read = {
-        name
-        for file in files
-        for name in re.findall(r"[\"'](VLLM_COMPAT_[A-Z]+)[\"']", file.read_text())
+    return [file for folder in folders for file in folder.rglob("*.py")]
+
+
+def test_the_table_of_our_variables_is_that_of_the_settings() -> None:
+    text = DOCS.read_text()
+    documented = re.findall(r"^\| `(VLLM_COMPAT_[A-Z_]+)` \| (.*) \|$", text, re.MULTILINE)
+    assert documented == [(v.name, v.meaning) for v in Settings.variables().values()]
+
+
+def variables_read(file: Path) -> set[str]:
+    """Names in ``os.environ[...]``, ``os.environ.get(...)``, ``... in os.environ``."""
+    tree = ast.parse(file.read_text())
+    constants: dict[str, ast.expr] = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
     }
-    assert "VLLM_COMPAT_DISABLE" in read
+    named: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            named.append(node.slice)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in READERS:
+            named.append(node.args[0])
+        elif isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+            named.append(node.left)
+    values = [constants.get(ast.unparse(name), name) for name in named]
+    return {v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)}
+
+
+READERS = ("os.environ.get", "os.environ.pop", "os.getenv")
+
+
+def test_every_variable_that_is_read_is_in_the_documentation() -> None:
+    """Other libraries' too. Ours are read by the settings, and nowhere else a second time."""
+    read = set().union(*map(variables_read, sources()))
+    assert {"VLLM_WORKER_MULTIPROC_METHOD", "HF_HUB_OFFLINE"} <= read
+    assert {name for name in read if name.startswith("VLLM_COMPAT_")} == set()
     text = DOCS.read_text()
     assert [name for name in sorted(read) if f"`{name}`" not in text] == []
 
 
 def test_every_seam_is_in_the_documentation() -> None:
     text = DOCS.read_text()
-    seams = {
-        seam.partition(":")[2] for patch in activation.registry() for seam in patch.replaces
-    }
+    seams = {seam.partition(":")[2] for patch in registry() for seam in patch.replaces}
     assert [name for name in sorted(seams) if f"`{name}`" not in text] == []
 
 

@@ -12,6 +12,7 @@ import pytest
 import vllm_compat
 from vllm_compat import PatchConflictError, activation
 from vllm_compat.seams import SERVED, Switch
+from vllm_compat.state import Activation
 
 from .state import State, faults
 
@@ -198,7 +199,7 @@ def test_another_copy_of_this_package(module: Any, monkeypatch: pytest.MonkeyPat
     vllm_compat.apply()
     before = State()
     with monkeypatch.context() as patch:
-        patch.setattr(activation, "_STATE", activation._State())
+        patch.setattr(activation, "_STATE", Activation())
         with pytest.raises(PatchConflictError, match="another copy"):
             vllm_compat.apply()
     assert before.differences(State()) == []

@@ -15,6 +15,7 @@ import pytest
 
 import vllm_compat
 from vllm_compat import activation
+from vllm_compat.inspection import registry
 from vllm_compat.record import module_of
 
 from .state import GENERATOR, State, faults
@@ -85,7 +86,7 @@ def test_a_hidden_builtin_comes_to_light_again(generator_module: Any) -> None:
     from vllm_compat.record import at
     from vllm_compat.seams import commit
 
-    (patch,) = (p for p in activation.registry() if at("sorted") in p.replaces)
+    (patch,) = (p for p in registry() if at("sorted") in p.replaces)
     before = State()
     made = commit([patch], GENERATOR)
     assert generator_module.sorted is not sorted

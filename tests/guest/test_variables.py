@@ -16,6 +16,7 @@ from vllm_compat import (
     UnsupportedEnvironmentError,
     UntestedVersionWarning,
     activation,
+    decision,
     tested,
 )
 
@@ -45,12 +46,36 @@ def test_the_kill_switch_has_no_opinion(monkeypatch: pytest.MonkeyPatch) -> None
     def broken(*arguments: Any, **keywords: Any) -> Any:
         raise UnsupportedEnvironmentError("no")
 
-    monkeypatch.setattr(activation, "plan", broken)
+    monkeypatch.setattr(decision, "plan", broken)
     monkeypatch.setenv("VLLM_COMPAT_DISABLE", "1")
     assert not vllm_compat.apply().active
     monkeypatch.setenv("VLLM_COMPAT_DISABLE", "0")
     with pytest.raises(UnsupportedEnvironmentError):
         vllm_compat.apply()
+
+
+def test_the_kill_switch_overrules_wrong_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_COMPAT_DISABLE", "1")
+    monkeypatch.setenv("VLLM_COMPAT_SKIP", "no-such-patch")
+    monkeypatch.setenv("VLLM_COMPAT_UNTESTED", "maybe")
+    assert not vllm_compat.apply().active
+    assert not vllm_compat.status().active
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_a_switch_that_is_not_set(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    pytest.importorskip("vllm")
+    for name in ("DISABLE", "SKIP", "UNTESTED", "TRANSPORT"):
+        monkeypatch.setenv(f"VLLM_COMPAT_{name}", value if name == "DISABLE" else "")
+    with vllm_compat.applied() as report:
+        assert report.active
+
+
+def test_a_wrong_value_that_an_argument_overrules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused all the same: it is a mistake, and the next process may have no argument."""
+    monkeypatch.setenv("VLLM_COMPAT_UNTESTED", "maybe")
+    with pytest.raises(InvalidInputError, match="VLLM_COMPAT_UNTESTED='maybe'"):
+        vllm_compat.apply(untested="allow")
 
 
 def test_skip(generator_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +130,7 @@ class TestUntested:
     def _nothing_this_new_was_tested(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("vllm")
         monkeypatch.setattr(tested, "newest", lambda package: Version("0.10.9"))
-        monkeypatch.setattr(activation, "_WARNED", set())
+        monkeypatch.setattr(decision, "_WARNED", set())
 
     def test_warns_once(self) -> None:
         with warnings.catch_warnings(record=True) as caught:

@@ -14,7 +14,8 @@ from conformance.hybrid import soil
 from conformance.models import prompt
 
 import vllm_compat
-from vllm_compat.canary import Canary, share_from_environment
+from vllm_compat.canary import Canary
+from vllm_compat.settings import Settings
 
 from .conftest import Subject
 
@@ -182,7 +183,7 @@ def test_it_is_switched_off() -> None:
 @pytest.mark.parametrize(("text", "share"), [("0", 0.0), ("0.5", 0.5), ("1", 1.0), ("", 0.01)])
 def test_the_share(text: str, share: float) -> None:
     with mock.patch.dict(os.environ, {"VLLM_COMPAT_CANARY": text}):
-        assert share_from_environment() == share
+        assert Settings.read().canary == share
 
 
 @pytest.mark.parametrize("text", ["off", "-1", "2", "nan"])
@@ -191,4 +192,4 @@ def test_no_share(text: str) -> None:
         mock.patch.dict(os.environ, {"VLLM_COMPAT_CANARY": text}),
         pytest.raises(vllm_compat.InvalidInputError, match="VLLM_COMPAT_CANARY"),
     ):
-        share_from_environment()
+        Settings.read()

@@ -16,8 +16,9 @@ from drift.recording import Replay, read
 from packaging.version import Version
 
 from vllm_compat import UnsupportedEnvironmentError, UntestedVersionWarning, tested
-from vllm_compat.activation import plan
+from vllm_compat.decision import plan
 from vllm_compat.environment import detect
+from vllm_compat.settings import Settings
 
 KNOWN = read()
 NEWEST = max(KNOWN["vllm"], key=Version)
@@ -100,7 +101,7 @@ def test_the_files_decide(
 
 
 def test_what_the_number_got_wrong_is_noted(tmp_path: Path) -> None:
-    report = plan(install(tmp_path, "0.17.1", "0.16.1.dev300"), untested="allow")
+    report = plan(install(tmp_path, "0.17.1", "0.16.1.dev300"), Settings(untested="allow"))
     assert any("request-eos-token-id" in note for note in report.notes)
 
 
@@ -163,7 +164,7 @@ class TestNewerThanTested:
     def test_refuses_if_asked_to(self, tmp_path: Path) -> None:
         sources = install(tmp_path, NEWEST, "0.99.0")
         with pytest.raises(UnsupportedEnvironmentError, match=NEWEST):
-            plan(sources, untested="refuse")
+            plan(sources, Settings(untested="refuse"))
 
     def test_refuses_when_something_has_moved(self, tmp_path: Path) -> None:
         sources = install(tmp_path, NEWEST, "0.99.0")

