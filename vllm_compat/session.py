@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .activation import generation, overridden
+from .defaults import on_cpu, workers_start
 from .errors import (
     CaptureError,
     EngineDeadError,
@@ -159,7 +160,7 @@ def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
         session = Session()
         token = SERVED.set(session)
         try:
-            with _BUILDING, process_settings_kept():
+            with _BUILDING, process_settings_kept(), on_cpu(), workers_start():
                 original(*bound.args, **bound.kwargs)
         except BaseException as error:
             session.close()
@@ -272,7 +273,8 @@ def _generate(
     token = SERVED.set(session)
     try:
         session.batch = batch
-        results: list[dict[str, Any]] = original(generator, prompts)
+        with on_cpu():
+            results: list[dict[str, Any]] = original(generator, prompts)
         _check_results(results, batch)
         return results
     except BaseException as error:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from .. import tested
+from .. import shm, tested
 from ..activation import Report, plan
 from ..environment import Environment, Package, detect
 from ..errors import UnsupportedEnvironmentError
@@ -27,7 +27,6 @@ __all__ = ["Diagnosis", "Finding", "add", "examine"]
 Level = Literal["ok", "note", "problem"]
 
 _IMPORT_TIMEOUT = 600  # seconds; a cold start of vLLM on a network file system is slow
-_SMALL_SHM = 64 << 20
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -175,7 +174,7 @@ def examine(quick: bool = False) -> Diagnosis:
     if environment.vllm is not None:
         found += _platform(environment.vllm, diagnosis.facts)
         found += _start_method(environment.vllm)
-    found += _shared_memory(diagnosis.facts)
+    found += _shared_memory(environment.vllm)
     return diagnosis
 
 
@@ -401,29 +400,30 @@ def _start_method(vllm: Package) -> Iterator[Finding]:
     yield Finding("ok", "start method", f"{text}; patches hold in forked and spawned workers.")
 
 
-def _shared_memory(facts: dict[str, Any]) -> Iterator[Finding]:
-    reason = machine.shared_memory()
-    if reason is None:
+def _shared_memory(vllm: Package | None) -> Iterator[Finding]:
+    shared = machine.shared_memory()
+    if shared.memory:
         yield Finding(
-            "ok", "shared memory", "workers can open this process's memory (memfd, /proc)."
+            "ok",
+            "shared memory",
+            f"workers can open this process's memory ({shared.memory}, /proc).",
         )
     else:
         yield Finding(
             "note",
             "shared memory",
-            f"workers can't open this process's memory: {reason}. Rows travel with vLLM's own "
-            "replies, which is slower and as right.",
+            f"workers can't open this process's memory: {shared.reason}. Rows travel with "
+            "vLLM's own replies, which is slower and as right.",
             "Workers need /proc/<pid>/fd of the process that starts them: the same user, the "
             "same PID namespace, /proc mounted.",
         )
-    size = facts["shm_bytes"]
-    if size is not None and size < _SMALL_SHM:
-        yield Finding(
-            "note",
-            "shared memory",
-            f"/dev/shm has {human_bytes(size)}; vLLM's own message queues live there.",
-            "Give a container more: --shm-size=1g.",
-        )
+    if vllm is None:
+        return
+    rpc = not shared.memory or os.environ.get("VLLM_COMPAT_TRANSPORT") == "rpc"
+    found = shm.found(vllm.location, os.environ.get("VLLM_MQ_MAX_CHUNK_BYTES_MB"), rpc)
+    if found is not None:
+        level, text = found
+        yield Finding(level, "shared memory", text, "" if level == "ok" else shm.ADVICE)
 
 
 # -- how it is shown ---------------------------------------------------------------------------

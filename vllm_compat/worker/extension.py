@@ -200,6 +200,7 @@ class CaptureExtension:
             "hidden_size": state.capture.decoder.hidden_size,
             "captures": list(state.capture.layer_ids) if _tensor_rank(self) == 0 else [],
             "transport": type(outbox).__name__ if outbox is not None else "none",
+            "memory": outbox.memory if outbox is not None else "none",
         }
 
 
@@ -311,7 +312,9 @@ def _trial(worker: Any, model: Any) -> Any:
 
     config = worker.vllm_config
     vocabulary = config.model_config.get_vocab_size()
-    positions = torch.arange(_TRIAL_TOKENS, device=worker.model_runner.device)
+    positions = torch.arange(
+        _TRIAL_TOKENS, dtype=torch.int64, device=worker.model_runner.device
+    )
     # Not token 0: often the padding token, whose embedding is zero.
     input_ids = (positions * 7 + 3) % vocabulary
     # One row for each axis; on text they agree. HunYuan-VL has a rope of its own kind.

@@ -424,7 +424,9 @@ def _noise(*scales: torch.Tensor) -> torch.Tensor:
     """Of the shape and the scale of these; the same on every rank, and nobody else's seed."""
     like = scales[0]
     generator = torch.Generator(like.device).manual_seed(0)
-    noise = torch.randn(like.shape, generator=generator, device=like.device)
+    noise = torch.randn(
+        like.shape, generator=generator, dtype=torch.float32, device=like.device
+    )
     scale = sum(tensor.float().std() for tensor in scales)
     return (noise * scale).to(like.dtype)
 

@@ -37,6 +37,9 @@ class Outbox(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def memory(self) -> str: ...
+
 
 class ReplyOutbox:
     """Keeps everything for the reply of the step's RPC: vLLM's own queue carries it.
@@ -68,6 +71,11 @@ class ReplyOutbox:
 
     def close(self) -> None:
         self._messages = []
+
+    @property
+    def memory(self) -> str:
+        """What memory carries the rows."""
+        return "vLLM's message queue"
 
 
 class RingOutbox:
@@ -135,8 +143,13 @@ class RingOutbox:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._staging.data_ptr())
             self._pinned = False
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._writer.close()
+
+    @property
+    def memory(self) -> str:
+        """What memory carries the rows."""
+        return self._writer.kind
 
     # -- inside ------------------------------------------------------------------------
 
