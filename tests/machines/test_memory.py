@@ -24,7 +24,9 @@ from vllm_compat import shm, starting, system
 from vllm_compat.arena import Arena, Copier
 from vllm_compat.checks.files import check_file
 from vllm_compat.extract.cores import Cores
+from vllm_compat.transport.messages import Kind
 from vllm_compat.transport.shared import Ring, Unavailable, Writer
+from vllm_compat.worker.outbox import RingOutbox
 
 from .conftest import python, run, with_small_shm
 
@@ -328,6 +330,32 @@ def test_no_more_threads(monkeypatch: pytest.MonkeyPatch, there: int) -> None:
     target.zero_()
     copier([(target, source)])
     assert torch.equal(target, source)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_that_cuda_does_not_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file on a disk can't be pinned, say. The error must not come up in vLLM's kernels."""
+    device = torch.device("cuda", 0)
+    cudart = torch.cuda.cudart()
+    register = cudart.cudaHostRegister
+    monkeypatch.setattr(
+        cudart, "cudaHostRegister", lambda pointer, size, flags: register(0, size, flags)
+    )
+    ring = Ring(16 * MB)
+    outbox = RingOutbox(Writer(ring.offer), device)
+    ring.opened()
+    assert not outbox._pinned
+    rows = torch.arange(3 * 1000, dtype=torch.float32, device=device).view(3, 1000) + 1
+    outbox.put(Kind.ROWS, 1, 0, rows)
+    outbox.end(1, last=True)
+    got = []
+    while not got:
+        got = [m for m in ring.channel.read(timeout=30.0) if m.kind == Kind.ROWS]
+    (message,) = got
+    sent = torch.frombuffer(bytearray(ring.block(message)), dtype=torch.float32)
+    assert torch.equal(sent.view(3, 1000), rows.cpu())
+    outbox.close()
+    ring.close()
 
 
 # -- /dev/shm ----------------------------------------------------------------------------------

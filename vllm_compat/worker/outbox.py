@@ -6,6 +6,7 @@ blocks, POSITIONS and TOKENS as soon as they are known, END. REPLIED passes them
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from typing import Any, Protocol
@@ -99,7 +100,7 @@ class RingOutbox:
         self._pinned = False
         self._waiting: deque[tuple[Any, Message]] = deque()
         if device.type == "cuda":
-            self._pin()
+            self._pin(device)
             self._stream = torch.cuda.Stream(device)
 
     def begin(self, step: int, segments: list[Segment]) -> None:
@@ -188,13 +189,17 @@ class RingOutbox:
         event.synchronize()
         self._writer.send(message)
 
-    def _pin(self) -> None:
+    def _pin(self, device: torch.device) -> None:
         # Pinned, so that the device copies by itself; without it the copy would still be
         # right, but would make the compute stream wait.
         size = self._staging.numel()
         result = torch.cuda.cudart().cudaHostRegister(self._staging.data_ptr(), size, 0)
         self._pinned = int(result[0] if isinstance(result, tuple) else result) == 0
         if not self._pinned:
+            # CUDA keeps the error, and torch raises it after the next kernel, whoever's that
+            # is. So let it be this one. (torch has no cudaGetLastError.)
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, dtype=torch.float32, device=device).add_(1)
             log.warning("vllm-compat: %d bytes could not be pinned; copies are slower.", size)
 
 
