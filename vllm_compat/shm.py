@@ -110,7 +110,7 @@ def found(
     if now is None:
         return None
     need = queues(vllm, chunk_mb)
-    if need.checked and now.free < need.larger:
+    if need.checked and now.free <= need.larger:  # and a few bytes beside the chunks
         return "problem", (
             f"/dev/shm: {now}; this vLLM doesn't start unless there are {need.larger >> 20} MB "
             "for its message queue."

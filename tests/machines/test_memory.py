@@ -379,7 +379,7 @@ def test_what_vllm_needs_in_dev_shm() -> None:
 @pytest.mark.parametrize(
     ("checked", "free", "rpc", "level"),
     [
-        (True, 239, False, "problem"),
+        (True, 240, False, "problem"),
         (True, 241, False, "note"),
         (True, 401, True, "ok"),
         (False, 64, False, "note"),
