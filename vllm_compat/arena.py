@@ -9,6 +9,8 @@ next one. A result that is kept keeps its memory, and it alone: blocks are never
 from __future__ import annotations
 
 import bisect
+import contextlib
+import gc
 import mmap
 import os
 import threading
@@ -18,6 +20,9 @@ from math import prod
 
 import numpy
 import torch
+
+from .errors import CaptureError
+from .system import usable_cores
 
 __all__ = ["Arena", "Copier"]
 
@@ -38,13 +43,18 @@ class Arena:
         self._kept = 0
         # Re-entrant: a tensor may be collected while this thread holds the lock.
         self._lock = threading.RLock()
+        _ARENAS.add(self)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised, contiguous CPU tensor with memory of its own."""
+        """An uninitialised, contiguous CPU tensor with memory of its own.
+
+        Raises:
+            CaptureError: this process may not have so much memory (``ulimit -v``).
+        """
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < _SMALL:
-            return torch.empty(shape, dtype=dtype)
-        block = self._take(nbytes) or _mapped(-(-nbytes // _HUGE) * _HUGE)
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        block = self._take(nbytes) or self._new(-(-nbytes // _HUGE) * _HUGE)
         array = numpy.frombuffer(block, dtype=numpy.uint8, count=nbytes)
         # torch's storage holds the array, so the array goes when the last tensor on this
         # storage does, whatever view of it was kept.
@@ -63,6 +73,24 @@ class Arena:
             self._closed, self._limit = True, 0
             self._free.clear()
             self._kept = 0
+
+    def _new(self, size: int) -> mmap.mmap:
+        try:
+            return _mapped(size)
+        except OSError:
+            pass
+        # What is kept for later batches, and what is waiting to be collected, may be enough.
+        with self._lock:
+            self._free.clear()
+            self._kept = 0
+        gc.collect()
+        try:
+            return _mapped(size)
+        except OSError as error:
+            raise CaptureError(
+                f"There is no memory for the result ({size} bytes for one sequence and layer: "
+                f"{error.strerror}). Pass fewer sequences at a time, or keep fewer results."
+            ) from error
 
     def _take(self, nbytes: int) -> mmap.mmap | None:
         """The smallest block that is kept and large enough, if it isn't far too large."""
@@ -84,9 +112,24 @@ class Arena:
 
 def _mapped(size: int) -> mmap.mmap:
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    # Advice: a kernel without huge pages says EINVAL, and pages are small.
+    with contextlib.suppress(AttributeError, OSError):
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
+
+
+_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for arena in list(_ARENAS):
+        arena._lock = threading.RLock()  # another thread of the parent may have held it
+        arena.close()
+
+
+# What a child keeps of it is memory twice as soon as this process writes there.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 class Copier:
@@ -98,8 +141,7 @@ class Copier:
     """
 
     def __init__(self) -> None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self._width = max(1, min(4, cores // 4))
+        self._width = max(1, min(4, len(usable_cores()) // 4))
         self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -116,8 +158,16 @@ class Copier:
             for row in range(0, target.shape[0], step)
         ]
         chunks = [parts[i :: self._width] for i in range(self._width)]
-        # list(): raises what a thread raised.
-        list(self._threads.map(_copy, chunks))
+        try:
+            copies = [self._threads.submit(_copy, chunk) for chunk in chunks]
+        except RuntimeError:  # this process may not have more threads
+            # Those that there are must have ended: a block is written again once it is read.
+            self._threads.shutdown(wait=True, cancel_futures=True)
+            self._threads, self._width = None, 1
+            _copy(pairs)
+            return
+        for copy in copies:
+            copy.result()
 
     def close(self) -> None:
         """Ends the threads."""

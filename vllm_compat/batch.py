@@ -284,7 +284,7 @@ class Batch:
             start = segment.start + first
             self._compare(
                 "position", segment, start, positions[at : at + count],
-                torch.arange(start, start + count),
+                torch.arange(start, start + count, dtype=torch.int64, device="cpu"),
             )  # fmt: skip
 
     def _check_tokens(self, message: Message, tokens: torch.Tensor) -> None:
@@ -293,7 +293,9 @@ class Batch:
             prompt = self.prompts[self._index[segment.request_id]]
             self._compare(
                 "token", segment, start, tokens[at : at + count],
-                torch.tensor(prompt[start : start + count]),
+                torch.tensor(
+                    prompt[start : start + count], dtype=torch.int64, device="cpu"
+                ),
             )  # fmt: skip
 
     def _compare(

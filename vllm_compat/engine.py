@@ -22,8 +22,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from pathlib import Path
 from typing import Any, TypeVar
 
+from . import shm
 from .arena import Arena, Copier
 from .batch import Batch
 from .errors import (
@@ -169,14 +171,22 @@ class Engine:
             if transport == "shared":
                 raise CaptureError(f"Workers can't share memory with this process: {reason}.")
         log.info("vllm-compat: rows travel with vLLM's own replies (%s).", reason)
+        if self._processes:
+            _warn_of_small_shm()
         self._open(None)
 
     def _share(self, layers: int) -> str:
         """Opens a ring between the worker and this process; says why not, if it can't."""
+        size = self._ring_size(layers)
         try:
-            ring = Ring(self._ring_size(layers))
-        except (Unavailable, OSError) as error:
-            return str(error)
+            try:
+                ring = Ring(size)
+            except Unavailable as why:
+                log.info("vllm-compat: no memory of %d bytes to share (%s).", size, why)
+                ring = Ring(_RING_LIMITS[0])  # slower; the worker waits more
+        except Unavailable as why:
+            return str(why)
+        log.info("vllm-compat: rows travel through %d bytes (%s).", ring.size, ring.kind)
         reason = "the workers could not be asked"
         try:
             reason = self._open(ring.offer)
@@ -397,7 +407,8 @@ class Engine:
                 process.join(timeout=1.0)  # its pipe breaks before it ends
             if not process.is_alive():
                 code = process.exitcode
-                how = f"signal {-code}" if code is not None and code < 0 else f"exit {code}"
+                died = code is not None and code < 0
+                how = shm.ended(-code) if died else f"exit {code}"
                 return f"worker {process.name} (pid {process.pid}) ended with {how}"
         if getattr(self.executor, "is_failed", False):
             return "vLLM's executor reports that it failed"
@@ -572,6 +583,20 @@ class _Reader:
         batch = self._batch
         if batch is not None:
             batch.fail(error)
+
+
+def _warn_of_small_shm() -> None:
+    import vllm
+
+    folder = Path(vllm.__path__[0])
+    most = shm.queues(folder, os.environ.get("VLLM_MQ_MAX_CHUNK_BYTES_MB")).both
+    now = shm.room()
+    if now is not None and now.free < most:
+        log.warning(
+            "vllm-compat: vLLM's replies, which carry the rows, take up to %d MB of /dev/shm "
+            "(%s). When it is full, a worker ends with signal 7 (SIGBUS). %s",
+            most >> 20, now, shm.ADVICE,
+        )  # fmt: skip
 
 
 def _check_same(worker: dict[str, Any]) -> None:

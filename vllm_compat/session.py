@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .canary import Canary
+from .defaults import on_cpu, workers_start
 from .errors import (
     CaptureError,
     EngineDeadError,
@@ -171,7 +172,7 @@ def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
         session = Session(features())
         token = SERVED.set(session)
         try:
-            with _BUILDING, process_settings_kept():
+            with _BUILDING, process_settings_kept(), on_cpu(), workers_start():
                 original(*bound.args, **bound.kwargs)
         except BaseException as error:
             session.close()
@@ -312,7 +313,8 @@ def _computed(
     )
     try:
         session.batch = batch
-        results: list[dict[str, Any]] = original(generator, prompts)
+        with on_cpu():
+            results: list[dict[str, Any]] = original(generator, prompts)
         _check_results(results, batch)
         return results
     except BaseException:

@@ -7,6 +7,8 @@ import signal
 import time
 from typing import Any
 
+from .system import usable_cores
+
 __all__ = ["bind_to_cores", "prepare", "start_method"]
 
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -89,7 +91,7 @@ def bind_to_cores(workers: int) -> None:
     Args:
         workers: how many; a single one, or more than there are cores, is left to vLLM.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = usable_cores()
     if workers == 1 or len(cores) < workers or os.environ.get(_BIND, "auto") != "auto":
         return
     share = len(cores) // workers

@@ -444,8 +444,8 @@ def test_gpus_of_a_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_shared_memory_is_tried_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.shared_memory() is None
+    assert machine.shared_memory() == machine.Shared("memfd")
     offer = machine.Ring.offer.fget  # type: ignore[attr-defined]
     other = property(lambda ring: dataclasses.replace(offer(ring), token="00"))
     monkeypatch.setattr(machine.Ring, "offer", other)
-    assert machine.shared_memory() == "the driver is on another machine"
+    assert machine.shared_memory() == machine.Shared(reason="the driver is on another machine")

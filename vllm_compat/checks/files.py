@@ -10,6 +10,7 @@ Several threads read a file each; nothing of it is kept but a few numbers for ea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..system import usable_cores
 
 __all__ = ["Check", "Sample", "check_directory", "check_file"]
 
@@ -176,8 +179,9 @@ def check_file(path: Path, checksums: bool = True) -> Sample:
     try:
         with open(path, "rb") as file:
             sample.size = os.fstat(file.fileno()).st_size
-            if hasattr(os, "posix_fadvise"):
-                # Reading ahead in large pieces; page faults of a mapping ask for small ones.
+            # Advice, which not every system takes: reading ahead in large pieces. Page faults
+            # of a mapping ask for small ones.
+            with contextlib.suppress(AttributeError, OSError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             if fault := _cut(file):
                 sample.wrong.append(fault)
@@ -289,9 +293,10 @@ def _look_at_states(states: list[torch.Tensor], sample: Sample) -> None:
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
     """Of each row, in float32. In pieces that stay in a core's cache: twice as fast or more."""
-    norms = torch.empty(len(rows), dtype=torch.float32)
+    norms = torch.empty(len(rows), dtype=torch.float32, device="cpu")
     count = max(1, _NORM_PIECE // max(1, rows.shape[1]))
-    piece = torch.empty(min(count, len(rows)), rows.shape[1], dtype=torch.float32)
+    shape = (min(count, len(rows)), rows.shape[1])
+    piece = torch.empty(shape, dtype=torch.float32, device="cpu")
     for start in range(0, len(rows), count):
         part = rows[start : start + count]
         torch.linalg.vector_norm(
@@ -328,7 +333,7 @@ def _read_all(
     checksums: bool,
     progress: Callable[[int], None],
 ) -> tuple[dict[int, Sample], int]:
-    threads = threads or max(2, len(os.sched_getaffinity(0)))
+    threads = threads or max(2, len(usable_cores()))
     told = threading.Lock()
     nbytes = 0
 

@@ -76,7 +76,8 @@ def transformers_states(
 
     def run(ids: Sequence[int]) -> None:
         with torch.inference_mode():
-            network(input_ids=torch.as_tensor(ids, device=device)[None], **arguments)
+            input_ids = torch.as_tensor(ids, dtype=torch.int64, device=device)
+            network(input_ids=input_ids[None], **arguments)
 
     text_config = network.config.get_text_config()
     layers = find_decoder(network, text_config, lambda: run([1, 2, 3])).layers

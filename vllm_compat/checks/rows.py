@@ -197,10 +197,14 @@ def compare_rows(
         Each [n]: the error of the row; the other position whose reference is nearest to it;
         how many times nearer that one is than its own (0 if there is no other).
     """
-    own = torch.arange(len(got))
+    own = _indices(len(got), got.device)
     errors = relative_errors(got, want)
     nearest, ratios = _nearest_others(got, want, own, own, torch.zeros_like(own))
     return errors, nearest, ratios
+
+
+def _indices(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device)
 
 
 def relative_errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -228,8 +232,8 @@ def _nearest_others(
     Returns:
         Its index, and how many times nearer it is than the own one; each [m].
     """
-    nearest = torch.zeros(len(got), dtype=torch.long)
-    ratios = torch.zeros(len(got), dtype=torch.double)
+    nearest = torch.zeros(len(got), dtype=torch.long, device=got.device)
+    ratios = torch.zeros(len(got), dtype=torch.double, device=got.device)
     if len(want) == 1:
         return nearest, ratios
     # In float64 the distances can come from a product of matrices, the fast way.
@@ -239,7 +243,7 @@ def _nearest_others(
         rows, mine = got[part].double(), own[part]
         distances = torch.cdist(rows, reference, compute_mode="use_mm_for_euclid_dist")
         to_own = (rows - reference[mine]).norm(dim=1)
-        distances[torch.arange(len(rows)), mine] = math.inf
+        distances[_indices(len(rows), rows.device), mine] = math.inf
         least = distances.min(dim=1).values
         away = (positions[None, :] - positions[mine][:, None]).abs()
         away += _FAR * (prompts[None, :] != prompts[mine][:, None])
@@ -267,11 +271,13 @@ def _compare_layer(
     lengths = [len(rows) for rows in want]
     mine, right = torch.cat(list(got)), torch.cat(list(want))
     errors = relative_errors(mine, right)
-    candidates = torch.arange(len(mine))
+    candidates = _indices(len(mine), mine.device)
     if len(mine) > _ALL_ROWS:
         candidates = (errors > _SUSPECT).nonzero().flatten()
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    prompts = torch.repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([_indices(n, mine.device) for n in lengths])
+    prompts = torch.repeat_interleave(
+        torch.tensor(lengths, dtype=torch.int64, device=mine.device)
+    )
     nearest, ratios = _nearest_others(
         mine[candidates], right, candidates, positions, prompts
     )

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .. import shm
 from ..decision import Decision, decide
 from ..environment import Environment, Package, detect
 from ..errors import InvalidInputError, UnsupportedEnvironmentError, UntestedVersionWarning
@@ -23,7 +24,6 @@ from .finding import Finding
 
 __all__ = ["Diagnosis", "add", "examine"]
 
-_SMALL_SHM = 64 << 20
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -124,6 +124,7 @@ def examine(quick: bool = False) -> Diagnosis:
     environment = detect()
     diagnosis = Diagnosis(environment, machine.facts())
     found = diagnosis.findings
+    decision: Decision | None = None
     try:
         # Kept off the terminal, since it is a finding; where warnings are errors, it raises.
         with warnings.catch_warnings(record=True):
@@ -147,7 +148,8 @@ def examine(quick: bool = False) -> Diagnosis:
     found += _variables()
     if environment.vllm is not None:
         found += _platform(environment.vllm, diagnosis.facts)
-    found += _shared_memory(diagnosis.facts)
+    transport = decision.settings.transport if decision is not None else "auto"
+    found += _shared_memory(environment.vllm, transport)
     return diagnosis
 
 
@@ -261,29 +263,30 @@ def _platform(vllm: Package, facts: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _shared_memory(facts: dict[str, Any]) -> Iterator[Finding]:
-    reason = machine.shared_memory()
-    if reason is None:
+def _shared_memory(vllm: Package | None, transport: str) -> Iterator[Finding]:
+    shared = machine.shared_memory()
+    if shared.memory:
         yield Finding(
-            "ok", "shared memory", "workers can open this process's memory (memfd, /proc)."
+            "ok",
+            "shared memory",
+            f"workers can open this process's memory ({shared.memory}, /proc).",
         )
     else:
         yield Finding(
             "note",
             "shared memory",
-            f"workers can't open this process's memory: {reason}. Rows travel with vLLM's own "
-            "replies, which is slower and as right.",
+            f"workers can't open this process's memory: {shared.reason}. Rows travel with "
+            "vLLM's own replies, which is slower and as right.",
             "Workers need /proc/<pid>/fd of the process that starts them: the same user, the "
             "same PID namespace, /proc mounted.",
         )
-    size = facts["shm_bytes"]
-    if size is not None and size < _SMALL_SHM:
-        yield Finding(
-            "note",
-            "shared memory",
-            f"/dev/shm has {human_bytes(size)}; vLLM's own message queues live there.",
-            "Give a container more: --shm-size=1g.",
-        )
+    if vllm is None:
+        return
+    rpc = not shared.memory or transport == "rpc"
+    found = shm.found(vllm.location, os.environ.get("VLLM_MQ_MAX_CHUNK_BYTES_MB"), rpc)
+    if found is not None:
+        level, text = found
+        yield Finding(level, "shared memory", text, "" if level == "ok" else shm.ADVICE)
 
 
 # -- how it is shown ---------------------------------------------------------------------------

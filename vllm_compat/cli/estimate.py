@@ -198,8 +198,9 @@ def _file_overhead(model: Model) -> int:
 
     buffer = io.BytesIO()
     dtype = {1: torch.uint8, 2: torch.bfloat16}.get(model.itemsize, torch.float32)
-    states = [torch.zeros(1, model.hidden_size, dtype=dtype) for _ in range(model.layers)]
-    ids = torch.zeros(1, dtype=torch.long)
+    row = (1, model.hidden_size)
+    states = [torch.zeros(row, dtype=dtype, device="cpu") for _ in range(model.layers)]
+    ids = torch.zeros(1, dtype=torch.long, device="cpu")
     torch.save({"input_ids": ids, "hidden_states": states, "loss_mask": ids.clone()}, buffer)
     payload = model.layers * model.hidden_size * model.itemsize + 16
     return len(buffer.getvalue()) - payload + 2048  # half a block of a file system on average

@@ -10,13 +10,24 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from .. import shm
 from ..environment import Package
+from ..system import Memory, memory, usable_cores
 from ..transport.shared import Ring, Unavailable
 
-__all__ = ["Gpu", "Memory", "build_of", "cores", "gpus", "memory", "shared_memory", "shm_bytes"]
+__all__ = [
+    "Gpu",
+    "Memory",
+    "Shared",
+    "build_of",
+    "facts",
+    "gpus",
+    "memory",
+    "parse_gpus",
+    "shared_memory",
+]
 
 _OPEN_RING = """
 import json, sys
@@ -29,11 +40,16 @@ except Unavailable as reason:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of memory: of the machine (or of the container, if it has less), and available."""
+class Shared:
+    """How rows would go from a worker to this process.
 
-    total: int
-    available: int
+    Attributes:
+        memory: what kind of memory they share; empty if none.
+        reason: why they share none; empty if they do.
+    """
+
+    memory: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,29 +60,6 @@ class Gpu:
     total: int
     free: int
     driver: str
-
-
-def memory() -> Memory:
-    """What this process may use."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    available = os.sysconf("SC_AVPHYS_PAGES") * page
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):  # counts the page cache, which can be had
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is not None and limit < total:
-        total = limit
-        available = min(available, limit - (used or 0))
-    return Memory(total, available)
-
-
-def cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def gpus() -> list[Gpu]:
@@ -107,16 +100,12 @@ def build_of(vllm: Package) -> str:
     return "cuda"
 
 
-def shared_memory() -> str | None:
-    """Tries what a worker does: another process opens this one's memory.
-
-    Returns:
-        None if it can, else why it can't.
-    """
+def shared_memory() -> Shared:
+    """Tries what a worker does: another process opens this one's memory."""
     try:
         ring = Ring(1 << 16)
-    except (Unavailable, OSError) as error:
-        return str(error)
+    except Unavailable as reason:
+        return Shared(reason=str(reason))
     try:
         offer = json.dumps(dataclasses.asdict(ring.offer))
         done = subprocess.run(
@@ -129,41 +118,24 @@ def shared_memory() -> str | None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
+        return Shared(reason=str(error))
     finally:
         ring.close()
-    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["?"])[-1]
-
-
-def shm_bytes() -> int | None:
-    """Size of /dev/shm, which vLLM's own message queues live in."""
-    try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return None
+    if done.returncode:
+        return Shared(reason=(done.stderr.strip().splitlines() or ["?"])[-1])
+    return Shared(ring.kind)
 
 
 def facts() -> dict[str, Any]:
     """All of it, as plain values."""
-    found = memory()
+    found, room = memory(), shm.room()
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": cores(),
+        "cores": len(usable_cores()),
         "memory_total": found.total,
         "memory_available": found.available,
-        "shm_bytes": shm_bytes(),
+        "shm_bytes": room.total if room else None,
+        "shm_free": room.free if room else None,
         "gpus": [dataclasses.asdict(gpu) for gpu in gpus()],
     }
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None

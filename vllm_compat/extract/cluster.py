@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..system import usable_cores
 from .actors import StateFiles
 from .errors import ReplicaError
 from .job import Job, on_cpu
@@ -47,7 +48,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         import ray
 
-        cores = len(os.sched_getaffinity(0))
+        cores = len(usable_cores())
         ours = self._stack.enter_context(
             connection(
                 self.address,

@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..system import usable_cores
 from ..variables import variables
 
 __all__ = ["Cores", "bound"]
@@ -40,18 +41,27 @@ class Cores:
             time.sleep(0.2)
 
     def _claim(self, count: int) -> bool:
-        allowed = sorted(os.sched_getaffinity(0))
+        allowed = usable_cores()
         if len(allowed) < count:
             return True  # there never will be enough
+        try:
+            return self._lock(allowed, count)
+        except OSError:  # no such folder can be made, or no locks there: share the cores
+            self.release()
+            return True
+
+    def _lock(self, allowed: list[int], count: int) -> bool:
         folder = Path(tempfile.gettempdir()) / f"vllm-compat-cores-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         for core in allowed:
             fd = os.open(folder / str(core), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError as error:
                 os.close(fd)
-                continue
+                if isinstance(error, BlockingIOError):
+                    continue
+                raise
             self._fds.append(fd)
             self.ids.append(core)
             if len(self.ids) == count:

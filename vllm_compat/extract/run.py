@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 from .. import errors as base
+from ..system import usable_cores
 from . import errors
 from .errors import ExtractError, ReplicaError
 from .files import write_whole
@@ -436,7 +437,7 @@ def _cores(each: int | None, replicas: int, address: str | None) -> dict[str, An
         return {"cpus_per_replica": each}
     if address:
         return {"cpus_per_replica": f"the cluster's, shared by {replicas}"}
-    there = len(os.sched_getaffinity(0))
+    there = len(usable_cores())
     if replicas == 1:
         return {"cpus_per_replica": f"all of {there}"}  # vLLM chooses
     return {"cpus_per_replica": max(there // replicas, 1)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy
 
+from ..system import usable_cores
 from .errors import ExtractError, OutputConflictError
 
 __all__ = ["Samples", "prepare"]
@@ -124,7 +124,7 @@ def prepare(
 
     if data.endswith((".json", ".jsonl")) and not Path(data).is_file():
         raise ExtractError(f"There is no file {data}.")
-    processes: int | None = workers or min(8, len(os.sched_getaffinity(0)))
+    processes: int | None = workers or min(8, len(usable_cores()))
     # Python seeds `random` anew in a forked process, so what is random stays in this one.
     processes = None if turn_dropout else processes
     with tempfile.TemporaryDirectory() as folder, _seeded(seed), _quiet():

@@ -1,10 +1,11 @@
 """A ring of shared memory between one worker and the driver.
 
-The memory is a memfd: it has no name that another process could guess, doesn't count
-against the size of /dev/shm (64 MB in a default container), and is freed by the kernel when
-both processes are gone, however they went. The worker opens it, and the two pipes, through
-``/proc/<pid of the driver>/fd``, so that nothing has to be passed along when workers are
-started, and vLLM's executors can stay as they are.
+The memory has no name that another process could guess, and is freed by the kernel when both
+processes are gone, however they went. It is a memfd where there is one, which doesn't count
+against the size of /dev/shm (64 MB in a default container); ``memory`` knows what else will
+do. The worker opens it, and the two pipes, through ``/proc/<pid of the driver>/fd``, so that
+nothing has to be passed along when workers are started, and vLLM's executors can stay as they
+are.
 
     driver                                      worker
     Ring.create() ── Offer (ints, token) ──────▶ Ring.open(offer)
@@ -19,9 +20,11 @@ import mmap
 import os
 import secrets
 import sys
+import weakref
 from collections import deque
 from dataclasses import dataclass
 
+from .memory import nameless
 from .messages import Channel, Closed, Message, readable
 
 __all__ = ["Offer", "Ring", "Unavailable", "Writer"]
@@ -32,7 +35,7 @@ _CREDIT = b"\x01"  # one byte for each block that has been read
 
 
 class Unavailable(Exception):
-    """This process can't reach the driver's memory; the reason is the message."""
+    """There is no memory to share, or this process can't reach it; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Offer:
         size: bytes of the ring.
         token: the first bytes of the memory, random; a worker on another machine, where the
             same pid and descriptor are somebody else's file, notices by them.
+        kind: what the memory is, in words.
     """
 
     pid: int
@@ -55,10 +59,33 @@ class Offer:
     credits: int
     size: int
     token: str
+    kind: str
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:
-    return mmap.mmap(fd, size + _ALIGN, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    """The memory in this process.
+
+    Raises:
+        Unavailable: it may not have so much more (``ulimit -v``).
+    """
+    try:
+        return mmap.mmap(fd, size + _ALIGN, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise Unavailable(f"{size} bytes can't be mapped: {error.strerror}") from error
+
+
+_ENDS: weakref.WeakSet[Ring | Writer] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for end in list(_ENDS):
+        end.close()
+
+
+# A child of this process would keep pipes open and memory in use that it has no use for: the
+# other end would never learn that this process has gone.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 class Ring:
@@ -66,26 +93,44 @@ class Ring:
 
     Args:
         size: bytes for rows in flight; a worker that is further ahead waits.
+
+    Attributes:
+        kind: what the memory is, in words.
+
+    Raises:
+        Unavailable: there is no such memory here, or not so much of it.
     """
 
     def __init__(self, size: int) -> None:
         if not sys.platform.startswith("linux"):
             raise Unavailable("shared memory without a name needs Linux")
         self.size = -(-size // _ALIGN) * _ALIGN
+        self.kind = ""
+        self.channel = Channel(-1)
         self._token = secrets.token_bytes(_TOKEN)
-        self._fd = os.memfd_create("vllm-compat", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, self.size + _ALIGN)
-        self.memory = _mapped(self._fd, self.size)
-        self.memory[:_TOKEN] = self._token
-        read, self._messages_write = os.pipe()
-        self.channel = Channel(read)
-        self._credits_read, self._credits_write = os.pipe()
+        self._messages_write = self._credits_read = self._credits_write = -1
+        try:
+            self._file, self.kind = nameless(self.size + _ALIGN)
+        except OSError as error:
+            raise Unavailable(error.strerror) from error
+        _ENDS.add(self)
+        try:
+            self.memory = _mapped(self._file.fileno(), self.size)
+            self.memory[:_TOKEN] = self._token
+            read, self._messages_write = os.pipe()
+            self.channel = Channel(read)
+            self._credits_read, self._credits_write = os.pipe()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise Unavailable(f"no pipe can be had: {error.strerror}") from error
+            raise
 
     @property
     def offer(self) -> Offer:
         return Offer(
-            os.getpid(), self._fd, self._messages_write, self._credits_read,
-            self.size, self._token.hex(),
+            os.getpid(), self._file.fileno(), self._messages_write, self._credits_read,
+            self.size, self._token.hex(), self.kind,
         )  # fmt: skip
 
     def opened(self) -> None:
@@ -124,12 +169,10 @@ class Ring:
         if self._credits_write >= 0:
             os.close(self._credits_write)
             self._credits_write = -1
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            # A view that still exists keeps the mapping until it goes.
-            with contextlib.suppress(BufferError):
-                self.memory.close()
+        self._file.close()
+        # A view that still exists keeps the mapping until it goes.
+        with contextlib.suppress(AttributeError, BufferError):
+            self.memory.close()
 
 
 class Writer:
@@ -140,10 +183,14 @@ class Writer:
 
     Raises:
         Unavailable: the driver's descriptors can't be opened from here.
+
+    Attributes:
+        kind: what the memory is, in words.
     """
 
     def __init__(self, offer: Offer) -> None:
-        self.size = offer.size
+        self.size, self.kind = offer.size, offer.kind
+        self._messages = self._credits = -1
         memory = self._open(offer, offer.memory, os.O_RDWR)
         try:
             # Another process may have the same pid on this machine, if the driver is on
@@ -156,8 +203,13 @@ class Writer:
         if self.memory[:_TOKEN].hex() != offer.token:
             self.memory.close()
             raise Unavailable("the driver is on another machine")
-        self._messages = self._open(offer, offer.messages, os.O_WRONLY)
-        self._credits = self._open(offer, offer.credits, os.O_RDONLY)
+        _ENDS.add(self)
+        try:
+            self._messages = self._open(offer, offer.messages, os.O_WRONLY)
+            self._credits = self._open(offer, offer.credits, os.O_RDONLY)
+        except Unavailable:
+            self.close()
+            raise
         self._head = 0  # where the next block goes
         self._used = 0  # bytes from the oldest block in flight to the head
         self._taken: deque[int] = deque()  # what each block takes, gaps included
@@ -231,8 +283,10 @@ class Writer:
             raise Closed from error
 
     def close(self) -> None:
-        for fd in (self._messages, self._credits):
-            with contextlib.suppress(OSError):
+        """Gives all of it back; safe to call twice."""
+        for name in ("_messages", "_credits"):
+            if (fd := getattr(self, name)) >= 0:
                 os.close(fd)
+                setattr(self, name, -1)
         with contextlib.suppress(BufferError):
             self.memory.close()

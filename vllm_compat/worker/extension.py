@@ -221,6 +221,7 @@ class CaptureExtension:
             "recurrent states": state.blocks is not None and state.blocks.recurrent,
             "captures": list(state.capture.layer_ids) if _tensor_rank(self) == 0 else [],
             "transport": type(outbox).__name__ if outbox is not None else "none",
+            "memory": outbox.memory if outbox is not None else "none",
         }
 
 

@@ -36,10 +36,11 @@ def contiguous_norms(worker: Any) -> bool:
 
 
 def _misreads(rms_norm: Any) -> bool:
-    whole = torch.arange(1, 33, dtype=torch.float32).reshape(2, 16)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    whole = torch.arange(1, 33, **like).reshape(2, 16)
     part = whole[:, :8]
-    weight = torch.ones(8)
-    seen, right = torch.empty(2, 8), torch.empty(2, 8)
+    weight = torch.ones(8, **like)
+    seen, right = torch.empty(2, 8, **like), torch.empty(2, 8, **like)
     rms_norm(seen, part, weight, 1e-6)
     rms_norm(right, part.contiguous(), weight, 1e-6)
     return not torch.allclose(seen, right)

@@ -6,6 +6,7 @@ blocks, POSITIONS and TOKENS as soon as they are known, END. REPLIED passes them
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from typing import Any, Protocol
@@ -36,6 +37,9 @@ class Outbox(Protocol):
     def wait_for(self, event: Any) -> None: ...
 
     def close(self) -> None: ...
+
+    @property
+    def memory(self) -> str: ...
 
 
 class ReplyOutbox:
@@ -69,6 +73,11 @@ class ReplyOutbox:
     def close(self) -> None:
         self._messages = []
 
+    @property
+    def memory(self) -> str:
+        """What memory carries the rows."""
+        return "vLLM's message queue"
+
 
 class RingOutbox:
     """Copies rows into the driver's ring.
@@ -91,7 +100,7 @@ class RingOutbox:
         self._pinned = False
         self._waiting: deque[tuple[Any, Message]] = deque()
         if device.type == "cuda":
-            self._pin()
+            self._pin(device)
             self._stream = torch.cuda.Stream(device)
 
     def begin(self, step: int, segments: list[Segment]) -> None:
@@ -135,8 +144,13 @@ class RingOutbox:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._staging.data_ptr())
             self._pinned = False
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._writer.close()
+
+    @property
+    def memory(self) -> str:
+        """What memory carries the rows."""
+        return self._writer.kind
 
     # -- inside ------------------------------------------------------------------------
 
@@ -175,13 +189,17 @@ class RingOutbox:
         event.synchronize()
         self._writer.send(message)
 
-    def _pin(self) -> None:
+    def _pin(self, device: torch.device) -> None:
         # Pinned, so that the device copies by itself; without it the copy would still be
         # right, but would make the compute stream wait.
         size = self._staging.numel()
         result = torch.cuda.cudart().cudaHostRegister(self._staging.data_ptr(), size, 0)
         self._pinned = int(result[0] if isinstance(result, tuple) else result) == 0
         if not self._pinned:
+            # CUDA keeps the error, and torch raises it after the next kernel, whoever's that
+            # is. So let it be this one. (torch has no cudaGetLastError.)
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, dtype=torch.float32, device=device).add_(1)
             log.warning("vllm-compat: %d bytes could not be pinned; copies are slower.", size)
 
 
