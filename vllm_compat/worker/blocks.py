@@ -123,7 +123,7 @@ class _Cache:
             self.tensor.zero_()
             return
         if self.parts > 1:
-            offsets = torch.arange(self.parts, device=ids.device)
+            offsets = torch.arange(self.parts, dtype=torch.int64, device=ids.device)
             ids = (ids[:, None] * self.parts + offsets).flatten()
         self.tensor.index_fill_(self.dim, ids, 0)
 

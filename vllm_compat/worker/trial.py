@@ -48,7 +48,7 @@ class Trial:
         from vllm.forward_context import set_forward_context
 
         config, input_ids = self._config, self._ids[number]
-        positions = torch.arange(TOKENS, device=input_ids.device)
+        positions = torch.arange(TOKENS, dtype=torch.int64, device=input_ids.device)
         # One row for each axis; on text they agree. HunYuan-VL has a rope of its own kind.
         if config.model_config.uses_mrope:
             positions = positions.repeat(3, 1)
@@ -104,7 +104,7 @@ def choose_tokens(
         count: how many are wanted. Ids repeat where fewer have an embedding that is not zero.
         device: of the ids.
     """
-    some = torch.arange(min(count, vocabulary), device=device)
+    some = torch.arange(min(count, vocabulary), dtype=torch.int64, device=device)
     # Over the whole vocabulary, but not token 0: often the padding token.
     spread = (some * (vocabulary // count or 1) + 3) % vocabulary
     ids = spread[:0]
@@ -139,7 +139,7 @@ def _telling(
                 seen.append(rows[place])
                 found.append(int(ids[place]))
             if len(found) == count:
-                return torch.tensor(found, device=device)
+                return torch.tensor(found, dtype=torch.int64, device=device)
     return torch.tensor(found, dtype=torch.int64, device=device)
 
 
@@ -147,7 +147,7 @@ def _samples(vocabulary: int, device: torch.device) -> Iterator[torch.Tensor]:
     """The ids of the vocabulary in groups, each from all over it."""
     groups = -(-vocabulary // _AT_ONCE)
     for first in range(groups):
-        yield torch.arange(first, vocabulary, groups, device=device)
+        yield torch.arange(first, vocabulary, groups, dtype=torch.int64, device=device)
 
 
 def _embedding_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
