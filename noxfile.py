@@ -7,10 +7,11 @@
     nox -s matrix                        # all of it
     nox -l                               # names and tags
 
-A cell installs the pins of `constraints/cells/`, builds and installs this package's wheel, and
-runs `tests/conformance/`. Its outcome goes into `vllm_compat/data/tested.json`, from which
-`status()`, the README and the documentation take what has been tested. The environment is
-removed afterwards. uv links its files from a cache, so that a cell costs seconds and no space.
+A cell installs its pins (`constraints/cells.py` prints them), builds and installs this
+package's wheel, and runs `tests/conformance/`: the generator, and the way from conversations to
+files. Its outcome goes into `vllm_compat/data/tested.json`, from which `status()`, the README
+and the documentation take what has been tested. The environment is removed afterwards. uv links
+its files from a cache, so that a cell costs seconds and no space.
 
 Needs uv on PATH, Python 3.11 or 3.12, and the C library that the cell's vLLM was built for;
 what can't run here is written down as such, with the reason.
@@ -31,11 +32,13 @@ from typing import Any
 
 import nox
 
+sys.path.append(str(Path(__file__).parent / "constraints"))
+from cells import cells, pins, requirements
+
 nox.options.sessions = []
 nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).parent
-CELLS = ROOT / "constraints" / "cells"
 TESTED = Path(
     os.environ.get("VLLM_COMPAT_MATRIX_RECORD", ROOT / "vllm_compat" / "data" / "tested.json")
 )
@@ -60,23 +63,13 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text))
 
 
-def _cells() -> list[tuple[str, str]]:
-    found = []
-    for file in CELLS.glob("vllm-*-speculators-*.txt"):
-        _, vllm, _, speculators = file.stem.split("-")
-        found.append((vllm, speculators))
-    # The newest first: what breaks there is what users meet next.
-    return sorted(found, key=lambda c: (_release(c[0]), _release(c[1])), reverse=True)
-
-
 def _parameters() -> list[Any]:
-    cells = _cells()
-    newest = cells[0][0]
-    last_of_minor: dict[tuple[int, ...], str] = {}
-    for vllm, _ in reversed(cells):
-        last_of_minor[_release(vllm)[:2]] = vllm
+    known = cells()
+    newest = known[-1].vllm
+    last_of_minor = {_release(vllm)[:2]: vllm for vllm, _ in known}
     parameters = []
-    for vllm, speculators in cells:
+    # The newest first: what breaks there is what users meet next.
+    for vllm, speculators in reversed(known):
         tags = []
         if vllm == newest:
             tags.append("newest")
@@ -100,7 +93,7 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
     variables: dict[str, str | None] = {
         "UV_LINK_MODE": "hardlink",
         "PYTHONPYCACHEPREFIX": str(WORK / "bytecode"),
-        # Without byte code on disk each worker compiles vLLM anew.
+        # Without byte code on disk each worker compiles vLLM again.
         "PYTHONDONTWRITEBYTECODE": None,
         "PYTHONPATH": None,
     }
@@ -120,7 +113,9 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
             environment,
         )
         install = ("uv", "pip", "install", "--quiet", f"--python={python}", "--no-deps")
-        run(*install, "-r", CELLS / f"vllm-{vllm}-speculators-{speculators}.txt")
+        pinned = WORK / "pins.txt"
+        pinned.write_text(requirements(pins(vllm, speculators)))
+        run(*install, "-r", pinned)
         for old in WORK.glob("*.whl"):
             old.unlink()
         run("uv", "build", "--quiet", "--wheel", f"--out-dir={WORK}", ROOT)
@@ -175,7 +170,7 @@ def _outcome(report: Path) -> dict[str, Any]:
     found = json.loads(report.read_text())
     if found["refused"]:
         return {"result": "refused", "reason": found["refused"]}
-    cases = found["cases"]
+    cases: dict[str, str] = found["cases"]
     if not cases:
         return {"result": "fails", "reason": "no case ran: the suite didn't get to its first"}
     failed = sorted(name for name, outcome in cases.items() if outcome == "failed")
@@ -187,6 +182,8 @@ def _outcome(report: Path) -> dict[str, Any]:
         "libc": found["packages"].get("libc"),
         "passed": passed,
         "skipped": sum(outcome == "skipped" for outcome in cases.values()),
+        # From conversations to files, by the command. The other cases see the generator alone.
+        "extract": cases.get("test_extract", "not run"),
     }
     if failed or not passed:
         reason = f"{len(failed)} of {len(cases)} cases failed: {', '.join(failed[:5])}"
