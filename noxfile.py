@@ -5,13 +5,15 @@
     nox -s matrix -t newest              # the newest vLLM, every speculators
     nox -s matrix -t minors              # newest patch release of every vLLM minor
     nox -s matrix                        # all of it
+    nox -s matrix -t minors -- -k "preprocessing or extract"  # from data to files, in minutes
     nox -l                               # names and tags
 
 A cell installs its pins (`constraints/cells.py` prints them), builds and installs this
 package's wheel, and runs `tests/conformance/`: the generator, and the way from conversations to
 files. Its outcome goes into `vllm_compat/data/tested.json`, from which `status()`, the README
-and the documentation take what has been tested. The environment is removed afterwards. uv links
-its files from a cache, so that a cell costs seconds and no space.
+and the documentation take what has been tested. A part of the suite (`-k`) only adds to what is
+known of a cell that works: that the way to files was run, and when. The environment is removed
+afterwards. uv links its files from a cache, so that a cell costs seconds and no space.
 
 Needs uv on PATH, Python 3.11 or 3.12, and the C library that the cell's vLLM was built for;
 what can't run here is written down as such, with the reason.
@@ -184,6 +186,7 @@ def _outcome(report: Path) -> dict[str, Any]:
         "skipped": sum(outcome == "skipped" for outcome in cases.values()),
         # From conversations to files, by the command. The other cases see the generator alone.
         "extract": cases.get("test_extract", "not run"),
+        "deselected": found["deselected"],
     }
     if failed or not passed:
         reason = f"{len(failed)} of {len(cases)} cases failed: {', '.join(failed[:5])}"
@@ -194,12 +197,18 @@ def _outcome(report: Path) -> dict[str, Any]:
 def _record(session: nox.Session, vllm: str, speculators: str, outcome: dict[str, Any]) -> None:
     """Puts one cell into tested.json, in place of what was known of it."""
     known = json.loads(TESTED.read_text())["cells"] if TESTED.exists() else []
-    known = [c for c in known if (c["vllm"], c["speculators"]) != (vllm, speculators)]
+    before = [c for c in known if (c["vllm"], c["speculators"]) == (vllm, speculators)]
+    known = [c for c in known if c not in before]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    session.log(f"vLLM {vllm}, speculators {speculators}: {outcome}")
+    if outcome.pop("deselected", 0) and outcome["result"] == "works":
+        if outcome["extract"] != "passed" or [c["result"] for c in before] != ["works"]:
+            session.log("That was a part of the suite: it is not written down.")
+            return
+        outcome = {**before[0], "extract": "passed", "extract_date": today}
     known.append({"vllm": vllm, "speculators": speculators, "date": today, **outcome})
     known.sort(key=lambda c: (_release(c["vllm"]), _release(c["speculators"])))
     TESTED.parent.mkdir(exist_ok=True)
     TESTED.write_text(json.dumps({"cells": known}, indent=1) + "\n")
-    session.log(f"vLLM {vllm}, speculators {speculators}: {outcome}")
     if outcome["result"] != "works":
         sys.stderr.write(f"{vllm}-{speculators}: {outcome['result']}: {outcome['reason']}\n")
