@@ -5,7 +5,7 @@
     nox -s matrix -t newest              # the newest vLLM, every speculators
     nox -s matrix -t minors              # newest patch release of every vLLM minor
     nox -s matrix                        # all of it
-    nox -s matrix -t minors -- -k "preprocessing or extract"  # from data to files, in minutes
+    nox -s matrix -t minors -- -k data_to_files  # from data to files, in minutes
     nox -l                               # names and tags
 
 A cell installs its pins (`constraints/cells.py` prints them), builds and installs this
@@ -34,7 +34,8 @@ from typing import Any
 
 import nox
 
-sys.path.append(str(Path(__file__).parent / "constraints"))
+sys.path += [str(Path(__file__).parent / folder) for folder in ("constraints", "scripts")]
+import evidence
 from cells import cells, pins, requirements
 
 nox.options.sessions = []
@@ -136,8 +137,10 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
             success_codes=range(256), silent=False,
             env={"LD_PRELOAD": ":".join(preload)} if preload else {},
         )  # fmt: skip
-        outcome = _outcome(report)
-        _record(session, vllm, speculators, outcome)
+        found = json.loads(report.read_text()) if report.exists() else None
+        outcome = evidence.outcome(found)
+        part = bool(found and found["deselected"])
+        _record(session, vllm, speculators, outcome, part=part)
         if outcome["result"] == "fails":
             session.error(outcome["reason"])
         if more := MORE.get((vllm, speculators)):
@@ -166,49 +169,21 @@ def _obstacle(python: Path, vllm: str) -> tuple[str, list[str]]:
     return "", [allocator[0], str(openmp[0])]
 
 
-def _outcome(report: Path) -> dict[str, Any]:
-    if not report.exists():
-        return {"result": "fails", "reason": "the suite didn't come to its end"}
-    found = json.loads(report.read_text())
-    if found["refused"]:
-        return {"result": "refused", "reason": found["refused"]}
-    cases: dict[str, str] = found["cases"]
-    if not cases:
-        return {"result": "fails", "reason": "no case ran: the suite didn't get to its first"}
-    failed = sorted(name for name, outcome in cases.items() if outcome == "failed")
-    passed = sum(outcome == "passed" for outcome in cases.values())
-    outcome = {
-        "torch": found["packages"].get("torch"),
-        "transformers": found["packages"].get("transformers"),
-        "python": found["packages"].get("python"),
-        "libc": found["packages"].get("libc"),
-        "passed": passed,
-        "skipped": sum(outcome == "skipped" for outcome in cases.values()),
-        # From conversations to files, by the command. The other cases see the generator alone.
-        "extract": cases.get("test_extract", "not run"),
-        "deselected": found["deselected"],
-    }
-    if failed or not passed:
-        reason = f"{len(failed)} of {len(cases)} cases failed: {', '.join(failed[:5])}"
-        return {"result": "fails", "reason": reason, **outcome}
-    return {"result": "works", **outcome}
-
-
-def _record(session: nox.Session, vllm: str, speculators: str, outcome: dict[str, Any]) -> None:
-    """Puts one cell into tested.json, in place of what was known of it."""
+def _record(
+    session: nox.Session,
+    vllm: str,
+    speculators: str,
+    outcome: dict[str, Any],
+    *,
+    part: bool = False,
+) -> None:
+    """Puts one cell into tested.json."""
     known = json.loads(TESTED.read_text())["cells"] if TESTED.exists() else []
-    before = [c for c in known if (c["vllm"], c["speculators"]) == (vllm, speculators)]
-    known = [c for c in known if c not in before]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    session.log(f"vLLM {vllm}, speculators {speculators}: {outcome}")
-    if outcome.pop("deselected", 0) and outcome["result"] == "works":
-        if outcome["extract"] != "passed" or [c["result"] for c in before] != ["works"]:
-            session.log("That was a part of the suite: it is not written down.")
-            return
-        outcome = {**before[0], "extract": "passed", "extract_date": today}
-    known.append({"vllm": vllm, "speculators": speculators, "date": today, **outcome})
-    known.sort(key=lambda c: (_release(c["vllm"]), _release(c["speculators"])))
+    new = {"vllm": vllm, "speculators": speculators, "date": today, **outcome}
     TESTED.parent.mkdir(exist_ok=True)
-    TESTED.write_text(json.dumps({"cells": known}, indent=1) + "\n")
+    cells = evidence.known_with(known, new, part=part)
+    TESTED.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
+    session.log(f"vLLM {vllm}, speculators {speculators}: {outcome}")
     if outcome["result"] != "works":
         sys.stderr.write(f"{vllm}-{speculators}: {outcome['result']}: {outcome['reason']}\n")
