@@ -84,11 +84,13 @@ def main(argv: list[str]) -> int:
     if uv is None:
         sys.exit("constraints/compile.py needs uv on PATH (pip install uv)")
     parser = argparse.ArgumentParser(description="Finds the pins of all cells of a vLLM.")
-    parser.add_argument("vllm", nargs="+", help="a release, or name==version that goes with it")
+    parser.add_argument("words", nargs="+", metavar="VLLM|NAME==VERSION")
     parser.add_argument("--upgrade", action="store_true", help="don't keep known versions")
     arguments = parser.parse_args(argv)
-    given = dict(word.split("==") for word in arguments.vllm if "==" in word)
-    releases = [word for word in arguments.vllm if "==" not in word]
+    given = dict(word.split("==") for word in arguments.words if "==" in word)
+    releases = [word for word in arguments.words if "==" not in word]
+    if not releases:
+        parser.error("which release of vLLM?")
     table = {cell: pins(*cell) for cell in cells()}
     speculators = sorted({cell.speculators for cell in table}, key=Version)
     for vllm in releases:
