@@ -5,12 +5,15 @@
     nox -s matrix -t newest              # the newest vLLM, every speculators
     nox -s matrix -t minors              # newest patch release of every vLLM minor
     nox -s matrix                        # all of it
+    nox -s matrix -t minors -- -k data_to_files  # from data to files, in minutes
     nox -l                               # names and tags
 
-A cell installs the pins of `constraints/cells/`, builds and installs this package's wheel, and
-runs `tests/conformance/`. Its outcome goes into `vllm_compat/data/tested.json`, from which
-`status()`, the README and the documentation take what has been tested. The environment is
-removed afterwards. uv links its files from a cache, so that a cell costs seconds and no space.
+A cell installs its pins (`constraints/cells.py` prints them), builds and installs this
+package's wheel, and runs `tests/conformance/`: the generator, and the way from conversations to
+files. Its outcome goes into `vllm_compat/data/tested.json`, from which `status()`, the README
+and the documentation take what has been tested. A part of the suite (`-k`) only adds to what is
+known of a cell that works: that the way to files was run, and when. The environment is removed
+afterwards. uv links its files from a cache, so that a cell costs seconds and no space.
 
 Needs uv on PATH, Python 3.11 or 3.12, and the C library that the cell's vLLM was built for;
 what can't run here is written down as such, with the reason.
@@ -31,11 +34,14 @@ from typing import Any
 
 import nox
 
+sys.path += [str(Path(__file__).parent / folder) for folder in ("constraints", "scripts")]
+import evidence
+from cells import cells, pins, requirements
+
 nox.options.sessions = []
 nox.options.default_venv_backend = "none"
 
 ROOT = Path(__file__).parent
-CELLS = ROOT / "constraints" / "cells"
 TESTED = Path(
     os.environ.get("VLLM_COMPAT_MATRIX_RECORD", ROOT / "vllm_compat" / "data" / "tested.json")
 )
@@ -60,23 +66,13 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text))
 
 
-def _cells() -> list[tuple[str, str]]:
-    found = []
-    for file in CELLS.glob("vllm-*-speculators-*.txt"):
-        _, vllm, _, speculators = file.stem.split("-")
-        found.append((vllm, speculators))
-    # The newest first: what breaks there is what users meet next.
-    return sorted(found, key=lambda c: (_release(c[0]), _release(c[1])), reverse=True)
-
-
 def _parameters() -> list[Any]:
-    cells = _cells()
-    newest = cells[0][0]
-    last_of_minor: dict[tuple[int, ...], str] = {}
-    for vllm, _ in reversed(cells):
-        last_of_minor[_release(vllm)[:2]] = vllm
+    known = cells()
+    newest = known[-1].vllm
+    last_of_minor = {_release(vllm)[:2]: vllm for vllm, _ in known}
     parameters = []
-    for vllm, speculators in cells:
+    # The newest first: what breaks there is what users meet next.
+    for vllm, speculators in reversed(known):
         tags = []
         if vllm == newest:
             tags.append("newest")
@@ -100,7 +96,7 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
     variables: dict[str, str | None] = {
         "UV_LINK_MODE": "hardlink",
         "PYTHONPYCACHEPREFIX": str(WORK / "bytecode"),
-        # Without byte code on disk each worker compiles vLLM anew.
+        # Without byte code on disk each worker compiles vLLM again.
         "PYTHONDONTWRITEBYTECODE": None,
         "PYTHONPATH": None,
     }
@@ -120,7 +116,9 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
             environment,
         )
         install = ("uv", "pip", "install", "--quiet", f"--python={python}", "--no-deps")
-        run(*install, "-r", CELLS / f"vllm-{vllm}-speculators-{speculators}.txt")
+        pinned = WORK / "pins.txt"
+        pinned.write_text(requirements(pins(vllm, speculators)))
+        run(*install, "-r", pinned)
         for old in WORK.glob("*.whl"):
             old.unlink()
         run("uv", "build", "--quiet", "--wheel", f"--out-dir={WORK}", ROOT)
@@ -139,8 +137,10 @@ def matrix(session: nox.Session, vllm: str, speculators: str) -> None:
             success_codes=range(256), silent=False,
             env={"LD_PRELOAD": ":".join(preload)} if preload else {},
         )  # fmt: skip
-        outcome = _outcome(report)
-        _record(session, vllm, speculators, outcome)
+        found = json.loads(report.read_text()) if report.exists() else None
+        outcome = evidence.outcome(found)
+        part = bool(found and found["deselected"])
+        _record(session, vllm, speculators, outcome, part=part)
         if outcome["result"] == "fails":
             session.error(outcome["reason"])
         if more := MORE.get((vllm, speculators)):
@@ -169,40 +169,21 @@ def _obstacle(python: Path, vllm: str) -> tuple[str, list[str]]:
     return "", [allocator[0], str(openmp[0])]
 
 
-def _outcome(report: Path) -> dict[str, Any]:
-    if not report.exists():
-        return {"result": "fails", "reason": "the suite didn't come to its end"}
-    found = json.loads(report.read_text())
-    if found["refused"]:
-        return {"result": "refused", "reason": found["refused"]}
-    cases = found["cases"]
-    if not cases:
-        return {"result": "fails", "reason": "no case ran: the suite didn't get to its first"}
-    failed = sorted(name for name, outcome in cases.items() if outcome == "failed")
-    passed = sum(outcome == "passed" for outcome in cases.values())
-    outcome = {
-        "torch": found["packages"].get("torch"),
-        "transformers": found["packages"].get("transformers"),
-        "python": found["packages"].get("python"),
-        "libc": found["packages"].get("libc"),
-        "passed": passed,
-        "skipped": sum(outcome == "skipped" for outcome in cases.values()),
-    }
-    if failed or not passed:
-        reason = f"{len(failed)} of {len(cases)} cases failed: {', '.join(failed[:5])}"
-        return {"result": "fails", "reason": reason, **outcome}
-    return {"result": "works", **outcome}
-
-
-def _record(session: nox.Session, vllm: str, speculators: str, outcome: dict[str, Any]) -> None:
-    """Puts one cell into tested.json, in place of what was known of it."""
+def _record(
+    session: nox.Session,
+    vllm: str,
+    speculators: str,
+    outcome: dict[str, Any],
+    *,
+    part: bool = False,
+) -> None:
+    """Puts one cell into tested.json."""
     known = json.loads(TESTED.read_text())["cells"] if TESTED.exists() else []
-    known = [c for c in known if (c["vllm"], c["speculators"]) != (vllm, speculators)]
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    known.append({"vllm": vllm, "speculators": speculators, "date": today, **outcome})
-    known.sort(key=lambda c: (_release(c["vllm"]), _release(c["speculators"])))
+    new = {"vllm": vllm, "speculators": speculators, "date": today, **outcome}
     TESTED.parent.mkdir(exist_ok=True)
-    TESTED.write_text(json.dumps({"cells": known}, indent=1) + "\n")
+    cells = evidence.known_with(known, new, part=part)
+    TESTED.write_text(json.dumps({"cells": cells}, indent=1) + "\n")
     session.log(f"vLLM {vllm}, speculators {speculators}: {outcome}")
     if outcome["result"] != "works":
         sys.stderr.write(f"{vllm}-{speculators}: {outcome['result']}: {outcome['reason']}\n")

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTED = ROOT / "vllm_compat" / "data" / "tested.json"
 PLACE = re.compile(r"(<!-- tested:(short|full) -->\n).*?(<!-- /tested -->)", re.DOTALL)
 UNTRIED = "not run"
+# How much of what users run has passed: from conversations to files, or the generator alone.
+WHOLE, PART = "data to files", "generator only"
 
 
 def release(text: str) -> tuple[int, ...]:
@@ -40,6 +42,13 @@ def rows(
     ]
 
 
+def outcome(cell: dict[str, Any]) -> str:
+    """The result of a cell in the words of the tables."""
+    if cell["result"] != "works":
+        return str(cell["result"])
+    return WHOLE if cell.get("extract") == "passed" else PART
+
+
 def full(cells: list[dict[str, Any]]) -> str:
     speculators, table = rows(cells)
     lines = [
@@ -51,9 +60,9 @@ def full(cells: list[dict[str, Any]]) -> str:
     for vllm, found in table:
         shown = []
         for cell in found:
-            text = cell["result"]
-            if text == "works":
-                text = f"works, {cell['passed']} cases"
+            text = outcome(cell)
+            if cell["result"] == "works":
+                text += f", {cell['passed']} cases"
             elif "reason" in cell:
                 if cell["reason"] not in notes:
                     notes.append(cell["reason"])
@@ -71,33 +80,30 @@ def full(cells: list[dict[str, Any]]) -> str:
 
 
 def short(cells: list[dict[str, Any]]) -> str:
-    """By generation of the generator (0.4.0's is the same file as 0.4.0.1's).
+    """By generation of speculators.
 
-    Neighbouring vLLM releases with the same outcomes share a line.
+    0.4.0 and 0.4.0.1 have the same generator and the same preprocessing, file for file: what
+    was seen of one holds for the other. Neighbouring vLLM releases with the same outcomes share
+    a line.
     """
     generations = sorted({c["speculators"][:3] for c in cells}, key=release)
     _, table = rows(cells)
-    outcomes = [
-        (
-            vllm,
-            [
-                ", ".join(
-                    sorted({c["result"] for c in found if c.get("speculators", "")[:3] == g})
-                )
-                or UNTRIED
-                for g in generations
-            ],
-        )
-        for vllm, found in table
-    ]
+
+    def of_generation(found: list[dict[str, Any]], generation: str) -> str:
+        seen = {outcome(c) for c in found if c.get("speculators", "").startswith(generation)}
+        if WHOLE in seen:
+            seen.discard(PART)
+        return ", ".join(sorted(seen)) or UNTRIED
+
+    outcomes = [(vllm, [of_generation(found, g) for g in generations]) for vllm, found in table]
     lines = [
         "| vLLM | " + " | ".join(f"speculators {g}" for g in generations) + " |",
         "|---" * (len(generations) + 1) + "|",
     ]
-    for outcome, group in groupby(outcomes, key=lambda row: row[1]):
+    for same, group in groupby(outcomes, key=lambda row: row[1]):
         names = [vllm for vllm, _ in group]
         span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        lines.append(f"| {span} | {' | '.join(outcome)} |")
+        lines.append(f"| {span} | {' | '.join(same)} |")
     return "\n".join(lines)
 
 

@@ -14,7 +14,12 @@ __all__ = ["cells", "newest"]
 
 @lru_cache(maxsize=1)
 def cells() -> tuple[dict[str, Any], ...]:
-    """The cells of the matrix: versions, date, cases passed, result."""
+    """The cells of the matrix: versions, date, result, number of cases passed.
+
+    ``extract`` is "passed" where the way from conversations to files was run too
+    (``tests/conformance/test_data_to_files.py``). Where it is "not run" or missing, only the
+    generator was.
+    """
     # importlib.resources takes as long to import as the rest of apply() does.
     file = Path(__file__).with_name("data") / "tested.json"
     try:

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,11 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cases: dict[str, str] = {}
+        self.deselected = 0
         self.refused: str | None = None
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self.deselected += len(items)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if "tests/conformance" not in report.nodeid and "conformance/" not in report.nodeid:
@@ -52,12 +56,13 @@ class Recorder:
             }
         except vllm_compat.UnsupportedEnvironmentError as error:
             self.refused, packages = str(error), {}
-        self.path.write_text(
-            json.dumps(
-                {"packages": packages, "refused": self.refused, "cases": self.cases}, indent=1
-            )
-            + "\n"
-        )
+        report = {
+            "packages": packages,
+            "refused": self.refused,
+            "cases": self.cases,
+            "deselected": self.deselected,
+        }
+        self.path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -139,3 +139,35 @@ class Reference:
             for handle in handles:
                 handle.remove()
         return [caught[i] for i in self._layer_ids]
+
+
+# bf16 noise of these models is 0.3 to 3 % of a row's length (most: Llama's last layer on vLLM
+# 0.12). The row next to the right one is off by 20 % at least, by 100 % mostly.
+ROW_TOLERANCE = 0.06
+LAYER_TOLERANCE = 0.04
+
+
+def check_states(
+    states: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    layer_ids: Sequence[int],
+    where: str,
+) -> None:
+    """Every row of every layer is the one that transformers computes for that token.
+
+    Args:
+        states: bfloat16, on the CPU, contiguous, [tokens, hidden] for each layer.
+        expected: float32, of the same shape.
+    """
+    assert len(states) == len(layer_ids), where
+    for layer, state, right in zip(layer_ids, states, expected, strict=True):
+        here = f"{where}, layer {layer}"
+        assert state.shape == right.shape, here
+        assert state.dtype == torch.bfloat16, here
+        assert state.device.type == "cpu", here
+        assert state.is_contiguous(), here
+        off = (state.float() - right).norm(dim=-1) / right.norm(dim=-1)
+        worst = int(off.argmax())
+        assert off[worst] < ROW_TOLERANCE, f"{here}: row {worst} is off by {off[worst]:.1%}"
+        error = (state.float() - right).norm() / right.norm()
+        assert error < LAYER_TOLERANCE, f"{here}: off by {error:.1%}"

@@ -60,7 +60,7 @@ COMMANDS = (
     "# All the others.",
     "python -m pytest tests/families -m slow_families",
     "# All, and this page from what they measured. Families that only a newer vLLM has are",
-    "# skipped with a sentence; with that vLLM (constraints/cells has its versions) they run.",
+    "# skipped with a sentence; with that vLLM (constraints/cells.py has its pins) they run.",
     "VLLM_COMPAT_FAMILY_RESULTS=tests/families/results.jsonl \\",
     "    python -m pytest tests/families -m 'slow_families or not slow_families'",
     "python -m tests.families.report",
