@@ -24,8 +24,9 @@ def prepare(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        # vLLM spawns there whatever one says.
         bind_to_cores(vllm_config.parallel_config.tensor_parallel_size)
-    elif start_method() == "spawn":
+    elif _must_spawn():
         os.environ[_START_METHOD] = "spawn"
 
 
@@ -38,13 +39,15 @@ def start_method() -> str:
     from vllm.platforms import current_platform
     from vllm.v1.executor.multiproc_executor import get_mp_context
 
-    if current_platform.is_cpu():
-        # Written over whatever one says for each engine: vllm/platforms/cpu.py,
-        # check_and_update_config (0.11 to 0.32).
-        return "spawn"
-    if os.environ.get(_START_METHOD) != "spawn" and not cuda_survives_fork():
+    # On a CPU vLLM spawns whatever one says: vllm/platforms/cpu.py, check_and_update_config
+    # (0.11 to 0.32).
+    if current_platform.is_cpu() or _must_spawn():
         return "spawn"
     return str(get_mp_context().get_start_method())
+
+
+def _must_spawn() -> bool:
+    return os.environ.get(_START_METHOD) != "spawn" and not cuda_survives_fork()
 
 
 def cuda_survives_fork() -> bool:
