@@ -40,7 +40,7 @@ def test_a_release_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_the_verdict_says_whether_the_matrix_has_the_cell() -> None:
-    """With the installed vLLM, which is tested, and a generation of speculators that isn't here."""
+    """The installed vLLM, which is tested, and a speculators that isn't installed."""
     done = _drift("--speculators", "0.4.0.1", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(done.stdout)
