@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..activation import options
 from ..record import Patch, Symbol, at
 from ..session import Session, current_session
-from ..starting import prepare
+from ..worker_environment import starting_workers
 
 if TYPE_CHECKING:
     from ..batch import Batch
@@ -35,8 +35,8 @@ class CapturingExecutor:
         from ..engine import Engine
 
         session = current_session()
-        prepare(vllm_config)
-        session.engine = Engine(lambda: build(vllm_config), vllm_config)
+        with starting_workers(vllm_config):
+            session.engine = Engine(lambda: build(vllm_config), vllm_config)
         session.engine.answers(self.bare_reply, self.two_phase)
         self._session: Session = session
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vllm_compat
-from vllm_compat import activation, patches, starting
+from vllm_compat import activation, patches, worker_environment
 
 DOCS = Path(__file__).parents[2] / "docs" / "guest.md"
 
@@ -91,5 +91,7 @@ def test_every_seam_is_in_the_documentation() -> None:
 
 def test_every_variable_that_is_set_is_in_the_documentation() -> None:
     text = DOCS.read_text()
-    for name in (starting._START_METHOD, starting._BIND, "PYTORCH_NVML_BASED_CUDA_CHECK"):
+    set_ = ("_START_METHOD", "_BIND", "_PORT", "_LOCAL_WORLD_SIZE")
+    names = [getattr(worker_environment, name) for name in set_]
+    for name in [*names, "PYTORCH_NVML_BASED_CUDA_CHECK"]:
         assert f"`{name}`" in text
