@@ -89,13 +89,13 @@ def llm(a: argparse.Namespace, extract: bool) -> tuple[Callable[[Prompts], Any],
     import torch
     from vllm import LLM, SamplingParams
 
-    from vllm_compat.starting import bind_to_cores
+    from vllm_compat.worker_environment import bind_to_cores
 
     more: dict[str, Any] = {}
     if not torch.cuda.is_available():
         # The generator's; with its default, 128, vLLM 0.16 on a CPU without AMX has no kernel.
         more["block_size"] = 16
-        bind_to_cores(a.tensor_parallel_size)  # as the generator's are
+        os.environ.update(bind_to_cores(a.tensor_parallel_size))  # as the generator's are
     folder = ""
     if extract:
         folder = tempfile.mkdtemp(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..record import Patch, Symbol, at
 from ..session import Session, current_session
-from ..starting import prepare
 from ..state import options
+from ..worker_environment import starting_workers
 from .results import as_generator_reads
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class CapturingExecutor:
         from ..engine import Engine
 
         session = current_session()
-        prepare(vllm_config)
-        session.engine = Engine(lambda: build(vllm_config), vllm_config, session.features)
+        with starting_workers(vllm_config):
+            session.engine = Engine(lambda: build(vllm_config), vllm_config, session.features)
         self._session: Session = session
 
     def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -11,17 +11,20 @@ has rows to send never waits for a batch that nobody wants any more.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import logging
-import multiprocessing
 import os
 import queue
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from concurrent import futures
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +52,8 @@ T = TypeVar("T")
 _RING_LIMITS = (16 << 20, 512 << 20)
 _CAPTURING_RANK = 0  # all tensor-parallel ranks hold the same rows; the first sends
 _LAST_ROWS = 600.0  # seconds; a GPU may still compute when the last step's reply is here
+_UNKNOWN = 255  # exit status of a worker, where another has collected it
+_DEPARTURE = 10.0  # seconds for workers to end that were told to (vLLM: 8)
 _PULSE = 0.25  # seconds between two looks at the workers while one waits for them
 
 
@@ -89,6 +94,9 @@ class Engine:
             for worker in getattr(self.executor, "workers", None) or ()
             if (process := getattr(worker, "proc", None)) is not None
         ]
+        # While all modules are whole still, and before multiprocessing ends its children.
+        atexit.register(self.close)
+        _ENGINES.add(self)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -405,11 +413,9 @@ class Engine:
         for process in self._processes:
             if silent:
                 process.join(timeout=1.0)  # its pipe breaks before it ends
-            if not process.is_alive():
-                code = process.exitcode
-                died = code is not None and code < 0
-                how = shm.ended(-code) if died else f"exit {code}"
-                return f"worker {process.name} (pid {process.pid}) ended with {how}"
+            if _has_ended(process):
+                how = _how(process.exitcode)
+                return f"worker {process.name} (pid {process.pid}) ended{how}"
         if getattr(self.executor, "is_failed", False):
             return "vLLM's executor reports that it failed"
         if silent:
@@ -440,11 +446,13 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._dead = self._dead or "it was shut down"
         if os.getpid() != self._pid:
             return  # they are another process's
         try:
             with contextlib.suppress(Exception):
+                _note_ends(self._processes)
                 self.executor.shutdown()
             self._on_ray.release(self.executor)
         finally:
@@ -456,6 +464,26 @@ class Engine:
             self.copier.close()
             if self._reader is not None:
                 self._reader.stop()
+
+
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _in_a_fork() -> None:
+    """Lets go of another process's workers.
+
+    vLLM tells a worker to end by closing a pipe, which takes effect once no process has that
+    end any more; and its finalizer would shut the executor down when this process ends.
+    """
+    for engine in _ENGINES:
+        for worker in getattr(engine.executor, "workers", None) or ():
+            with contextlib.suppress(Exception):
+                worker.death_writer.close()
+        with contextlib.suppress(Exception):
+            engine.executor._finalizer.detach()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def _release(executor: Any) -> None:
@@ -476,6 +504,42 @@ def _release(executor: Any) -> None:
             if isinstance(value, Socket):
                 value.close(linger=0)
     finalizer.detach()
+
+
+def _has_ended(process: Any) -> bool:
+    """Whether a worker is gone, also where nobody can ask how it ended.
+
+    multiprocessing asks waitpid, which knows nothing of a child if SIGCHLD is ignored, or if a
+    handler of the user's has collected it. The process would pass for alive for good: vLLM
+    would wait for it at each shutdown, and then signal whoever has its number by now.
+    """
+    if not process.is_alive():
+        return True
+    if not connection.wait([process.sentinel], 0):
+        return False
+    process.join(timeout=1.0)  # its pipe breaks before it ends
+    if process.is_alive():
+        process._popen.returncode = _UNKNOWN
+    return True
+
+
+def _note_ends(processes: list[Any]) -> None:
+    """Marks workers as ended as they end, where multiprocessing can't see it by itself."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL:
+        return
+
+    def note() -> None:
+        for process in processes:
+            connection.wait([process.sentinel], _DEPARTURE)
+            _has_ended(process)
+
+    threading.Thread(target=note, name="vllm-compat-ends", daemon=True).start()
+
+
+def _how(exit_code: int | None) -> str:
+    if exit_code is None or exit_code == _UNKNOWN:
+        return "; how is not known, since this process ignores or collects its children's ends"
+    return f" with {shm.ended(-exit_code)}" if exit_code < 0 else f" with exit {exit_code}"
 
 
 class _Caller:
@@ -630,44 +694,3 @@ def _first_gap(batch: Batch) -> str:
         except CaptureError as gap:
             return str(gap)
     return ""
-
-
-@contextlib.contextmanager
-def process_settings_kept() -> Iterator[None]:
-    """Undoes what starting workers changes in this process.
-
-    vLLM's multiprocess executor sets OMP_NUM_THREADS=1 and torch's thread count for itself
-    (set_multiprocessing_worker_envs), and the CPU platform writes a dozen variables
-    (vllm/platforms/cpu.py): meant for a process of vLLM's own, here it is the user's.
-    """
-    import torch
-
-    before, threads = _written_by_vllm(), torch.get_num_threads()
-    method = multiprocessing.get_start_method(allow_none=True)
-    try:
-        yield
-    finally:
-        default = multiprocessing.get_all_start_methods()[0]
-        if method is None and multiprocessing.get_start_method(allow_none=True) == default:
-            # Nobody chose it; spawning settles it, and set_start_method() would be refused.
-            multiprocessing.set_start_method(None, force=True)
-        now = _written_by_vllm()
-        for name in set(now) - set(before):
-            del os.environ[name]
-        for name, value in before.items():
-            if now.get(name) != value:
-                os.environ[name] = value
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-
-
-# Other threads may set variables meanwhile, and theirs are to stay. All that vLLM writes, in
-# its platforms and executors, begins like this.
-_WRITES = (
-    "CCL_", "CUDA_", "HIP_", "IGC_", "KMP_", "LD_PRELOAD", "LOCAL_", "NCCL_", "NUMEXPR_",
-    "OMP_", "PROMETHEUS_", "PYTORCH_", "RAY_", "TORCHINDUCTOR_", "TRITON_", "UCX_", "VLLM_",
-)  # fmt: skip
-
-
-def _written_by_vllm() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_WRITES)}

@@ -159,7 +159,7 @@ def guarded_init(original: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from .engine import process_settings_kept
+        from .worker_environment import process_settings_kept
 
         _refuse_child()
         began = generation()
@@ -211,8 +211,7 @@ def _refuse_child() -> None:
 
 def _explained(error: BaseException) -> BaseException:
     """Puts the usual failures of construction into one sentence."""
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
     if isinstance(error, AssertionError) and "daemonic processes" in str(error):
         return UnsupportedEnvironmentError(
             "This is a daemonic process (one of multiprocessing.Pool's, say), which may not "

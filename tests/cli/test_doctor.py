@@ -56,7 +56,7 @@ VLLM_STARTS = """
 import sys
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor.multiproc_executor import get_mp_context
-from vllm_compat.starting import start_method
+from vllm_compat.worker_environment import start_method
 ours = start_method()
 EngineArgs(model=sys.argv[1], distributed_executor_backend="mp").create_engine_config()
 print(ours, get_mp_context().get_start_method())

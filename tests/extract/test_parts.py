@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_compat.extract import ExtractError, OutputConflictError
-from vllm_compat.extract.cores import Cores, bound
+from vllm_compat.extract.cores import Cores
 from vllm_compat.extract.job import model_identity
 from vllm_compat.extract.run import _batches, _cores, _part
 from vllm_compat.extract.samples import Samples, prepare
+from vllm_compat.worker_environment import cores_of_workers, variables
 
 from .support import SAMPLES, Command, make_checkpoint
 
@@ -179,10 +180,10 @@ def test_cores_come_back_when_their_owner_is_killed(
 def test_binding_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with bound([2, 3, 4, 5], workers=2, count=4):
+    with variables(cores_of_workers([2, 3, 4, 5], workers=2, count=4)):
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "2,3|4,5"
         assert os.environ["OMP_NUM_THREADS"] == "2"
-    with bound([], workers=1, count=3):
+    with variables(cores_of_workers([], workers=1, count=3)):
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "7"
     assert "OMP_NUM_THREADS" not in os.environ

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import vllm_compat
-from vllm_compat import patches, starting
+from vllm_compat import patches, worker_environment
 from vllm_compat.inspection import registry
 from vllm_compat.settings import Settings
 
@@ -124,5 +124,7 @@ def test_every_seam_is_in_the_documentation() -> None:
 
 def test_every_variable_that_is_set_is_in_the_documentation() -> None:
     text = DOCS.read_text()
-    for name in (starting._START_METHOD, starting._BIND, "PYTORCH_NVML_BASED_CUDA_CHECK"):
+    set_ = ("_START_METHOD", "_BIND", "_PORT", "_LOCAL_WORLD_SIZE")
+    names = [getattr(worker_environment, name) for name in set_]
+    for name in [*names, "PYTORCH_NVML_BASED_CUDA_CHECK"]:
         assert f"`{name}`" in text

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def settle(chosen_before: str | None, chosen_meanwhile: str | None) -> str | Non
     """In the child: uses multiprocessing where vLLM does."""
     import multiprocessing
 
-    from vllm_compat.engine import process_settings_kept
+    from vllm_compat.worker_environment import process_settings_kept
 
     multiprocessing.set_start_method(chosen_before, force=True)
     with process_settings_kept():
@@ -158,7 +159,7 @@ def settle(chosen_before: str | None, chosen_meanwhile: str | None) -> str | Non
 IMPORT = """
 import os, sys, torch
 import vllm_compat
-from vllm_compat.starting import cuda_survives_fork
+from vllm_compat.worker_environment import cuda_survives_fork
 # Without a GPU there is no NVML to ask; this stands for it.
 torch.cuda._device_count_nvml = lambda: 0
 if "apply" in sys.argv:
@@ -181,7 +182,7 @@ def survives(steps: list[str]) -> list[bool]:
     """In the child: whether CUDA would survive a fork, before and after the steps."""
     import torch
 
-    from vllm_compat.starting import cuda_survives_fork
+    from vllm_compat.worker_environment import cuda_survives_fork
 
     found = [cuda_survives_fork()]
     for step in steps:
@@ -193,46 +194,57 @@ def survives(steps: list[str]) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("set_by_the_user", "poisoned", "expected"),
+    ("set_by_the_user", "has_done", "expected"),
     [
-        (None, False, None),  # vLLM's own default, fork
-        (None, True, "spawn"),
-        ("fork", False, "fork"),
-        ("fork", True, "spawn"),  # it would fail
-        ("spawn", False, "spawn"),
-        ("spawn", True, "spawn"),
+        (None, "nothing", None),  # vLLM's own default, fork
+        (None, "asked for CUDA", "spawn"),
+        (None, "joined a group", "spawn"),
+        ("fork", "nothing", "fork"),
+        ("fork", "asked for CUDA", "spawn"),  # it would fail
+        ("fork", "joined a group", "spawn"),  # workers would take it for theirs
+        ("spawn", "nothing", "spawn"),
+        ("spawn", "asked for CUDA", "spawn"),
     ],
 )
 def test_fork_where_it_works(
-    zygote: Zygote, set_by_the_user: str | None, poisoned: bool, expected: str | None
+    zygote: Zygote, set_by_the_user: str | None, has_done: str, expected: str | None
 ) -> None:
-    chosen = zygote.call("guest.test_starts:choose", set_by_the_user, poisoned)
+    chosen = zygote.call("guest.test_starts:choose", set_by_the_user, has_done)
     assert chosen == expected
 
 
-def choose(set_by_the_user: str | None, poisoned: bool) -> str | None:
+def choose(set_by_the_user: str | None, has_done: str) -> str | None:
     """In the child: the start method on a platform that isn't a CPU.
 
     The platform is the one thing that is made up here: there is no GPU.
     """
     import torch
+    from torch import distributed
     from vllm import platforms
 
-    from vllm_compat.starting import prepare
+    from vllm_compat.worker_environment import starting_workers
 
     name = "VLLM_WORKER_MULTIPROC_METHOD"
     os.environ.pop(name, None)
     if set_by_the_user is not None:
         os.environ[name] = set_by_the_user
     os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-    if poisoned:
+    if has_done == "asked for CUDA":
         torch.cuda.is_available()
+    elif has_done == "joined a group":
+        store = distributed.HashStore()
+        distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     class Gpu:
+        device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
         @staticmethod
         def is_cpu() -> bool:
             return False
 
     platforms.__dict__["current_platform"] = Gpu()
-    prepare(None)
-    return os.environ.get(name)
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    with starting_workers(SimpleNamespace(parallel_config=parallel)):
+        chosen = os.environ.get(name)
+    assert os.environ.get(name) == set_by_the_user
+    return chosen

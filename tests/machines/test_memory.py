@@ -20,7 +20,7 @@ import pytest
 import torch
 from rows import peers
 
-from vllm_compat import shm, starting, system
+from vllm_compat import shm, system, worker_environment
 from vllm_compat.arena import Arena, Copier
 from vllm_compat.checks.files import check_file
 from vllm_compat.extract.cores import Cores
@@ -267,7 +267,7 @@ def test_no_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert system.usable_cores() == list(range(os.cpu_count() or 1))
     Copier().close()
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "auto")
-    starting.bind_to_cores(1)
+    worker_environment.bind_to_cores(1)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     cores = Cores(1, wait=0)
     assert len(cores.ids) == 1

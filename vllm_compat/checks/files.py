@@ -364,7 +364,7 @@ def _object(path: Path, absent: str) -> tuple[dict[str, Any], str]:
     if not path.exists():
         return {}, absent
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         return {}, f"{path.name} can't be read: {error}"
     return (found, "") if isinstance(found, dict) else ({}, f"{path.name} is no object")
@@ -413,7 +413,7 @@ def _of(groups: Iterable[list[Sample]]) -> list[Sample]:
 
 def _compare_lengths(result: Check, directory: Path) -> None:
     try:
-        lengths = json.loads((directory / "sample_lengths.json").read_text())
+        lengths = json.loads((directory / "sample_lengths.json").read_text("utf-8"))
     except (OSError, ValueError):
         return
     for index, sample in result.samples.items():

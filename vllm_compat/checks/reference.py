@@ -35,7 +35,7 @@ def checkpoint_bytes(model: Path) -> int:
 def checkpoint_itemsize(model: Path) -> int:
     """Bytes of one weight of a checkpoint, as its config says; 2 if it doesn't."""
     try:
-        config = json.loads((model / "config.json").read_text())
+        config = json.loads((model / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return 2
     name = config.get("dtype") or config.get("torch_dtype")

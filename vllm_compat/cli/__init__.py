@@ -9,15 +9,18 @@ needs them.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .. import __version__
 from ..errors import VllmCompatError
 from ..extract import command as extract
 from . import check, doctor, drift, estimate, run, verify
-from .console import Console
+from .console import Console, any_encoding
 from .errors import CommandError
 
 __all__ = ["main"]
@@ -58,6 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: from argparse (``--help``, a usage error), and from a script under ``run``.
     """
+    with any_encoding(), _children_counted():
+        outcome = _outcome(arguments)
+    # A user's script runs out here: its streams, signals and exceptions are its own.
+    return int(outcome() if callable(outcome) else outcome)
+
+
+def _outcome(arguments: Sequence[str] | None) -> int | Callable[[], int]:
     words = list(sys.argv[1:] if arguments is None else arguments)
     words, target = run.split(words)
     parsed = _parser().parse_args(words)
@@ -66,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     parsed.target = target
     try:
-        outcome = parsed.function(parsed)
+        outcome: int | Callable[[], int] = parsed.function(parsed)
     except (CommandError, VllmCompatError) as error:
         return _failed(parsed, str(error))
     except KeyboardInterrupt:
@@ -78,8 +88,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         return _failed(parsed, f"unexpected {type(error).__name__}: {error}")
-    # A user's script runs out here: its exceptions are its own.
-    return int(outcome() if callable(outcome) else outcome)
+    return outcome
+
+
+@contextlib.contextmanager
+def _children_counted() -> Iterator[None]:
+    """Takes notice of how children end, though whoever started us ignores SIGCHLD.
+
+    That is handed on to what one starts. Every child would seem to end well: Python takes an
+    exit status that is lost for 0 (subprocess, Popen._try_wait).
+    """
+    ignored = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if not ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
 
 def _failed(parsed: argparse.Namespace, sentence: str) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-__all__ = ["Console", "human_bytes", "only_results_on_stdout"]
+__all__ = ["Console", "any_encoding", "human_bytes", "only_results_on_stdout"]
 
 _LINE_EVERY = 10.0  # seconds between lines of progress where there is no terminal
 
@@ -154,6 +155,25 @@ def only_results_on_stdout() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@contextlib.contextmanager
+def any_encoding() -> Iterator[None]:
+    """Writes what a stream's encoding can't say as an escape (``\\xb1``) meanwhile.
+
+    An encoding is ascii with ``PYTHONIOENCODING``, in a C locale, and under some schedulers;
+    and a path of bytes that are no UTF-8 can't be written in any.
+    """
+    streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
+    errors = [stream.errors for stream in streams]
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        for stream, before in zip(streams, errors, strict=True):
+            if not stream.closed:
+                stream.reconfigure(errors=before)
 
 
 def human_bytes(count: float) -> str:

@@ -38,7 +38,7 @@ else:
     found["notes"] = list(report.notes)
     found["platform"] = type(current_platform).__name__
     try:
-        from vllm_compat.starting import start_method
+        from vllm_compat.worker_environment import start_method
         found["start_method"] = start_method()
     except Exception as error:
         found["start_error"] = f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..activation import applied
-from ..variables import variables
+from ..worker_environment import variables
 from .console import Console, human_bytes, only_results_on_stdout
 from .errors import CommandError
 

@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Any
 
-from ..variables import variables
+from ..worker_environment import variables
 
 __all__ = ["add"]
 

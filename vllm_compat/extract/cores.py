@@ -7,7 +7,6 @@ when its owner dies, however it dies.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import tempfile
@@ -15,9 +14,8 @@ import time
 from pathlib import Path
 
 from ..system import usable_cores
-from ..variables import variables
 
-__all__ = ["Cores", "bound"]
+__all__ = ["Cores"]
 
 _WAIT = 5.0  # seconds for a replica that died to be gone
 
@@ -74,24 +72,3 @@ class Cores:
         for fd in self._fds:
             os.close(fd)
         self._fds, self.ids = [], []
-
-
-def bound(
-    cores: list[int], workers: int, count: int
-) -> contextlib.AbstractContextManager[None]:
-    """vLLM's settings for CPU workers, while a generator is made.
-
-    Args:
-        cores: to bind to; empty: don't bind, share what is there.
-        workers: of this generator (tensor parallel size).
-        count: threads of all workers together.
-    """
-    if cores:
-        share = max(1, len(cores) // workers)
-        binding = "|".join(
-            ",".join(map(str, cores[r * share : (r + 1) * share])) for r in range(workers)
-        )
-    else:
-        binding = "nobind"
-    threads = str(max(1, count // workers))
-    return variables({"VLLM_CPU_OMP_THREADS_BIND": binding, "OMP_NUM_THREADS": threads})

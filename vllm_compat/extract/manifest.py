@@ -247,7 +247,7 @@ class Folder:
 
     def _read(self) -> dict[str, Any]:
         try:
-            manifest = json.loads(self._manifest.read_text())
+            manifest = json.loads(self._manifest.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise OutputConflictError(f"{self._manifest} can't be read: {error}") from error
         if not isinstance(manifest, dict):

@@ -14,7 +14,8 @@ from typing import Any
 
 from ..errors import CaptureError, EngineDeadError, InvalidInputError, VllmCompatError
 from ..prompts import check_prompts
-from .cores import Cores, bound
+from ..worker_environment import cores_of_workers, variables
+from .cores import Cores
 from .errors import ReplicaError
 from .files import packed, path_of, sync_folder, write_whole
 from .job import Job
@@ -200,7 +201,8 @@ class Replica:
                 self.notes.append(
                     f"there are no {self.job.cpus} cores free for a replica; it shares them"
                 )
-        with bound(self._cores.ids, self.job.tensor_parallel_size, self.job.cpus):
+        cores, workers = self._cores.ids, self.job.tensor_parallel_size
+        with variables(cores_of_workers(cores, workers, self.job.cpus)):
             yield
 
 

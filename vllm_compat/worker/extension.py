@@ -22,6 +22,7 @@ from .blocks import Blocks
 from .capture import Capture
 from .convention import establish_convention
 from .decoder import find_decoder
+from .driver import end_with_driver
 from .outbox import ReplyOutbox, RingOutbox
 from .trial import TOKENS, Trial, remember
 
@@ -87,7 +88,9 @@ class CaptureExtension:
             model=model,
         )
         self._vllm_compat = state
-        _leave_interrupts_to_the_driver(parallel)
+        if parallel.distributed_executor_backend == "mp":
+            end_with_driver()
+            _leave_interrupts_to_the_driver()
         log.info(
             "vllm-compat: worker %d captures layers %s of %s (%s, %s).",
             self.rank, layer_ids, state.model, decoder.path, convention,
@@ -313,13 +316,12 @@ def _settle(runner: Any) -> None:
             runner.kv_connector_output = None
 
 
-def _leave_interrupts_to_the_driver(parallel: Any) -> None:
+def _leave_interrupts_to_the_driver() -> None:
     """A Ctrl-C on a terminal reaches every process of the group; vLLM's workers end by it.
 
     The user's process decides: it drops the batch, or ends, and its workers with it.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if main and parallel.distributed_executor_backend == "mp":
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
