@@ -38,6 +38,7 @@ class Weights:
             are as drawn.
         massive: one channel of the embedding, or none, is this power of two times larger.
         experts: the layers choose one of two experts for each token.
+        wide: the stream itself is float32.
     """
 
     seed: int
@@ -46,6 +47,7 @@ class Weights:
     steps: int
     massive: int
     experts: bool
+    wide: bool
 
 
 weights = st.builds(
@@ -56,6 +58,7 @@ weights = st.builds(
     steps=st.sampled_from([0, 1, 3, 127]),
     massive=st.integers(0, 13),
     experts=st.booleans(),
+    wide=st.booleans(),
 )
 
 
@@ -69,6 +72,7 @@ class Inner(nn.Module):
 
     def __init__(self, drawn: Weights, gain: int | None) -> None:
         super().__init__()
+        self.wide = drawn.wide
         self.experts = nn.ModuleList(
             nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(1 + drawn.experts)
         )
@@ -100,8 +104,11 @@ class Adding(nn.Module):
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         # Left to the next layer: not to the first, which is given the embedding.
-        stream = hidden if residual is None else hidden * self.factor + residual
-        return self.inner(norm(stream)), stream
+        if residual is None:
+            stream = hidden.float() if self.inner.wide else hidden
+        else:
+            stream = hidden * self.factor + residual
+        return self.inner(norm(stream).to(hidden.dtype)), stream
 
 
 class Leaving(nn.Module):
@@ -160,7 +167,7 @@ def establish(model: Model) -> str:
 
 
 common = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much]
 )
 
 
