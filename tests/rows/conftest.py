@@ -7,6 +7,7 @@ import gc
 import inspect
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -33,8 +34,6 @@ import vllm_compat
 # CPU workers would take a share of all memory for the KV cache, and from vLLM 0.20 on refuse
 # to start if it isn't free.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-
-TESTS = Path(__file__).parents[1]
 
 # The worker of the engine that tests share waits by spinning. A second engine, whose team of
 # threads meets at each operation, would hardly get on beside it on two cores.
@@ -227,12 +226,11 @@ def hybrid(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     cache of states and its blocks are vLLM's own."""
     folder = tmp_path_factory.mktemp("workarounds")
     write_entry_point(folder)
-    paths = [str(TESTS), str(folder), os.environ.get("PYTHONPATH", "")]
-    variables = {
-        VARIABLE: "gated_delta_net",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
-    with mock.patch.dict(os.environ, variables):
+    with (
+        mock.patch.dict(os.environ, {VARIABLE: "gated_delta_net"}),
+        # Spawned workers get this, and find the entry point there.
+        mock.patch.object(sys, "path", [*sys.path, str(folder)]),
+    ):
         return build("qwen3_next", max_model_len=256, blocks=12)
 
 
