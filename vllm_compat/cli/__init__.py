@@ -76,6 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe (head, less) has gone; there is nobody left to tell.
         sys.stderr.close()
         return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        return _failed(
+            parsed, f"the package {package} is missing in this environment: {error}."
+        )
     except Exception as error:
         return _failed(parsed, f"unexpected {type(error).__name__}: {error}")
     # A user's script runs out here: its exceptions are its own.
