@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -247,6 +248,54 @@ def test_an_empty_directory_is_not_sound(tmp_path: Path) -> None:
     assert check_directory(tmp_path).wrong == ["no data_*.pt here"]
 
 
+def test_files_that_teach_nothing_are_named(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """speculators' script writes them; a run of nothing else is no run to train with."""
+
+    def empty_mask(index: int) -> None:
+        _change(lambda data: data["loss_mask"].zero_())(run / f"data_{index}.pt")
+
+    empty_mask(3)
+    empty_mask(4)
+    assert main(["check", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "note: no token is trained on (loss_mask is 0) in data_3.pt to data_4.pt\n" in out
+    assert "All are sound, but 2 teach nothing." in out
+    assert main(["check", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["untrained"] == [3, 4]
+    for index in range(FILES):
+        empty_mask(index)
+    assert main(["check", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "wrong: no token of any file is trained on" in out
+    assert "NOT SOUND" in out
+
+
+@pytest.mark.parametrize(
+    "option", [("--threads", "-3"), ("--threads", "0"), ("--expect", "-1")]
+)
+def test_numbers_that_make_no_sense_are_a_usage_error(
+    run: Path, option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(run), *option])
+    assert ended.value.code == 2
+    assert f"argument {option[0]}: {option[1]}: at least" in capsys.readouterr().err
+
+
+def test_a_package_that_is_missing_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("vllm_compat.checks")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
+    assert main(["check", str(run)]) == 1
+    told = capsys.readouterr().err
+    assert "the package torch is missing in this environment" in told
+    assert "unexpected" not in told
+
+
 def test_norms_of_few_files_are_not_judged(run: Path) -> None:
     for index in range(5, FILES):
         (run / f"data_{index}.pt").unlink()
@@ -369,7 +418,7 @@ def test_a_manifest_of_another_form_does_no_harm(run: Path, content: str) -> Non
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(1, 1), (5, 576), (300, 4096), (3, 100_000)])
 def test_norms_in_pieces(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from vllm_compat.checks.files import _norms
+    from vllm_compat.checks.one_file import _norms
 
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)

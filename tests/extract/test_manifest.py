@@ -72,44 +72,126 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
         assert set(there.scan(TOKENS)) == {4, 6}
 
 
+def begun(folder: Path, facts: dict[str, Any] = FACTS) -> None:
+    """A folder with one file, as a run that was stopped leaves it."""
+    with Folder(folder, facts, 0, 10) as there:
+        there.note([written(folder, 0)])
+
+
+def changed(*where: str, to: object) -> dict[str, Any]:
+    other = copy.deepcopy(FACTS)
+    other[where[0]][where[1]] = to
+    return other
+
+
 @pytest.mark.parametrize(
     ("where", "value"),
     [
         (("model", "identity"), "contents:2"),
         (("data", "identity"), "e"),
         (("settings", "layer_ids"), [2, 1]),
-        (("settings", "batch_size"), 8),
+        (("settings", "seq_length"), 17),
         (("versions", "vllm"), "0.17.0"),
     ],
 )
 def test_other_settings_are_refused(
     tmp_path: Path, where: tuple[str, str], value: object
 ) -> None:
-    Folder(tmp_path, FACTS, 0, 10).close()
+    begun(tmp_path)
     before = (tmp_path / "manifest.json").read_bytes()
-    other = copy.deepcopy(FACTS)
-    other[where[0]][where[1]] = value
+    other = changed(*where, to=value)
     with pytest.raises(OutputConflictError, match=rf"{where[0]}\.{where[1]} .* there"):
         Folder(tmp_path, other, 0, 10)
     assert (tmp_path / "manifest.json").read_bytes() == before
 
 
+def test_a_run_without_a_file_claims_nothing(tmp_path: Path) -> None:
+    """Whatever it was stopped by: the settings can be corrected."""
+    with Folder(tmp_path, FACTS, 0, 10) as there:
+        assert there.finish(10)["missing"] == 10
+    assert not (tmp_path / "manifest.json").exists()
+    corrected = changed("settings", "layer_ids", to=[0, 1])
+    with Folder(tmp_path, corrected, 0, 10) as there:
+        assert not (tmp_path / "manifest.json").exists()
+        there.note([written(tmp_path, 4)])
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        assert manifest["settings"]["layer_ids"] == [0, 1]
+    with pytest.raises(OutputConflictError, match="layer_ids"):
+        Folder(tmp_path, FACTS, 0, 10)
+
+
+def test_a_folder_that_0_1_0_claimed_without_a_file_is_free(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, **FACTS}))
+    Folder(tmp_path, changed("settings", "layer_ids", to=[0, 1]), 0, 10).close()
+
+
+def test_failures_of_other_settings_are_forgotten(tmp_path: Path) -> None:
+    with Folder(tmp_path, FACTS, 0, 10) as there:
+        there.note([Outcome(4, "failed", reason="too long")])
+        there.finish(10)
+    with Folder(tmp_path, FACTS, 0, 10) as there:
+        assert set(there.scan(TOKENS)) == {4}
+    with Folder(tmp_path, changed("settings", "seq_length", to=99), 0, 10) as there:
+        assert there.scan(TOKENS) == {}
+
+
+def test_a_file_that_was_written_before_the_manifest_belongs_to_its_run(tmp_path: Path) -> None:
+    """Killed between the two."""
+    with Folder(tmp_path, FACTS, 0, 10):
+        written(tmp_path, 0)
+    assert not (tmp_path / "manifest.json").exists()
+    with pytest.raises(OutputConflictError, match="layer_ids"):
+        Folder(tmp_path, changed("settings", "layer_ids", to=[3]), 0, 10)
+    with Folder(tmp_path, FACTS, 0, 10) as there:
+        assert set(there.scan(TOKENS)) == {0}
+    assert json.loads((tmp_path / "manifest.json").read_text())["model"] == FACTS["model"]
+
+
+def test_a_run_that_has_no_file_yet_is_not_pushed_aside(tmp_path: Path) -> None:
+    """Locks are between processes, so the other run is one."""
+    script = f"""
+        from pathlib import Path
+        from vllm_compat.extract.manifest import Folder
+        from vllm_compat.extract import OutputConflictError
+        try:
+            Folder(Path({str(tmp_path)!r}), {changed("settings", "layer_ids", to=[3])!r}, 4, 10)
+        except OutputConflictError as error:
+            print(error)
+    """
+    with Folder(tmp_path, FACTS, 0, 4):
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    assert "layer_ids [1, 2] there, [3] now" in done.stdout
+
+
 def test_what_makes_no_difference_is_not_refused(tmp_path: Path) -> None:
-    Folder(tmp_path, FACTS, 0, 10).close()
-    other = copy.deepcopy(FACTS)
-    other["model"]["path"] = "/elsewhere/a"
-    Folder(tmp_path, other, 0, 4).close()
+    begun(tmp_path)
+    with Folder(tmp_path, changed("model", "path", to="/elsewhere/a"), 0, 4) as there:
+        assert there.notes == []
 
 
-def test_a_folder_that_does_not_say_how_many_cores_goes_on(tmp_path: Path) -> None:
-    Folder(tmp_path, FACTS, 0, 10).close()
-    more = copy.deepcopy(FACTS)
-    more["settings"]["cpus_per_replica"] = 1
-    Folder(tmp_path, more, 0, 10).close()
+@pytest.mark.parametrize("name", ["batch_size", "tensor_parallel_size", "cpus_per_replica"])
+def test_what_decides_about_last_bits_is_noted_and_not_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """The manifest is one of 0.1.0, which has them among its settings."""
+    old = changed("settings", name, to=1)
+    begun(tmp_path, old)
+    (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, **old}))
+    with Folder(tmp_path, changed("settings", name, to=2), 0, 10) as there:
+        (note,) = there.notes
+        assert f"computed with {name} 1, not 2" in note
+        assert "last bits" in note
+    also = json.loads((tmp_path / "manifest.json").read_text())["also_settings"]
+    assert [each[name] for each in also] == [2]
+    with Folder(tmp_path, FACTS | {"settings": {**FACTS["settings"]}}, 0, 10) as there:
+        pass  # a run that does not say
 
 
 def test_other_versions_only_if_asked_for(tmp_path: Path) -> None:
-    Folder(tmp_path, FACTS, 0, 10).close()
+    begun(tmp_path)
     other = copy.deepcopy(FACTS)
     other["versions"]["vllm"] = "0.17.0"
     with pytest.raises(OutputConflictError, match="--mixed-versions"):

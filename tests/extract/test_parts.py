@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from vllm_compat.extract import ExtractError, OutputConflictError
 from vllm_compat.extract.cores import Cores
 from vllm_compat.extract.job import model_identity
-from vllm_compat.extract.run import _batches, _cores, _part
-from vllm_compat.extract.samples import Samples, prepare
+from vllm_compat.extract.plan import batches, part
+from vllm_compat.extract.run import _cores
+from vllm_compat.extract.samples import Samples, keep_frequencies, prepare
 from vllm_compat.worker_environment import cores_of_workers, variables
 
 from .support import SAMPLES, Command, make_checkpoint
@@ -50,8 +51,7 @@ def test_samples_are_those_of_speculators(command: Command, tmp_path: Path) -> N
     frequencies = tmp_path / "token_freq.pt"
     mine = prepare(
         str(command.checkpoint), str(command.conversations),
-        seq_length=1024, seed=5, max_samples=20, cache_dir=cache,
-        token_freq_path=frequencies, workers=1,
+        seq_length=1024, seed=5, max_samples=20, cache_dir=cache, workers=1,
     )  # fmt: skip
     dataset, _ = load_and_preprocess_dataset(
         str(command.checkpoint), str(command.conversations),
@@ -64,26 +64,28 @@ def test_samples_are_those_of_speculators(command: Command, tmp_path: Path) -> N
         assert ids.tolist() == row["input_ids"].tolist()
         assert mask.tolist() == row["loss_mask"].tolist()
         assert mine.length(index) == len(row["input_ids"])
+    assert mine.unused == 0
+    keep_frequencies(mine.frequencies, frequencies, ours=False)
     assert torch.load(frequencies) == torch.load(tmp_path / "theirs.pt")
 
 
-def test_frequencies_of_other_data_are_not_kept(command: Command, tmp_path: Path) -> None:
-    frequencies = tmp_path / "token_freq.pt"
-    torch.save({1: 2}, frequencies)
+def test_frequencies_of_other_data_are_not_kept(tmp_path: Path) -> None:
+    frequencies, counted = tmp_path / "a" / "token_freq.pt", tmp_path / "counted.pt"
+    torch.save({1: 2}, counted)
+    keep_frequencies(counted.read_bytes(), frequencies, ours=False)
+    keep_frequencies(counted.read_bytes(), frequencies, ours=False)
+    torch.save({1: 3}, counted)
     with pytest.raises(OutputConflictError, match="counts the tokens of other data"):
-        prepare(
-            str(command.checkpoint), str(command.conversations), seq_length=64,
-            max_samples=3, token_freq_path=frequencies, workers=1,
-            cache_dir=str(command.work / "datasets"),
-        )  # fmt: skip
+        keep_frequencies(counted.read_bytes(), frequencies, ours=False)
+    keep_frequencies(counted.read_bytes(), frequencies, ours=True)
+    assert torch.load(frequencies) == {1: 3}
 
 
 def test_dropped_turns_depend_on_the_seed_alone(command: Command, tmp_path: Path) -> None:
     identities = [
         prepare(
             str(command.checkpoint), str(command.conversations), seq_length=1024,
-            turn_dropout=True, seed=seed, token_freq_path=tmp_path / f"{number}.pt",
-            workers=1, cache_dir=str(tmp_path / f"cache{number}"),
+            turn_dropout=True, seed=seed, workers=1, cache_dir=str(tmp_path / f"cache{number}"),
         ).identity
         for number, seed in enumerate((1, 1, 2))
     ]  # fmt: skip
@@ -111,20 +113,20 @@ def test_identity_sees_ids_masks_and_borders() -> None:
 
 def test_shards_are_whole_batches_and_all_of_them() -> None:
     for total, batch, parts in ((44, 4, 3), (45, 4, 3), (7, 2, 4), (1000, 8, 7)):
-        ends = [_part(total, batch, None, None, (p, parts)) for p in range(parts)]
+        ends = [part(total, batch, None, None, (p, parts)) for p in range(parts)]
         assert ends[0][0] == 0
         assert ends[-1][1] == total
         assert all(a[1] == b[0] and a[1] % batch == 0 for a, b in itertools.pairwise(ends))
     with pytest.raises(ExtractError, match="the first of 3 is 0/3"):
-        _part(10, 2, None, None, (3, 3))
-    with pytest.raises(ExtractError, match="fewer batches than shards"):
-        _part(4, 4, None, None, (0, 3))
+        part(10, 2, None, None, (3, 3))
+    low, high = part(4, 4, None, None, (0, 3))
+    assert low == high
     with pytest.raises(ExtractError, match="can't be given together"):
-        _part(10, 2, 1, None, (0, 3))
+        part(10, 2, 1, None, (0, 3))
 
 
 def test_a_batch_is_the_same_whatever_part_of_it_is_wanted() -> None:
-    (first, second) = _batches(5, 11, SAMPLES, 4, {})
+    (first, second) = batches(5, 11, SAMPLES, 4, {})
     assert (first.start, first.end, first.wanted) == (4, 8, (5, 6, 7))
     assert (second.start, second.end, second.wanted) == (8, 12, (8, 9, 10))
 

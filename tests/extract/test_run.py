@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_compat.extract import DiskError, Job, OutputConflictError
+from vllm_compat.checks.files import check_directory
+from vllm_compat.extract import DiskError, Job, OutputConflictError, ReplicaError
 from vllm_compat.extract.job import default_layers
 from vllm_compat.extract.replica import Failure, Replica
 from vllm_compat.extract.samples import Samples
@@ -173,15 +174,69 @@ def test_other_settings_are_refused(command: Command, undisturbed: Path) -> None
     before = files(undisturbed)
     with pytest.raises(OutputConflictError, match=r"layer_ids \[5, 1, 6\] there, \[1\] now"):
         command.call(undisturbed, layer_ids=[1])
-    with pytest.raises(OutputConflictError, match="cpus_per_replica 1 there, 2 now"):
-        command.call(undisturbed, cpus_per_replica=2)
     with pytest.raises(OutputConflictError, match=f"samples {SAMPLES} there, 7 now"):
-        command.call(
-            undisturbed, max_samples=7, token_freq_path=command.work / "others.pt"
-        )
+        command.call(undisturbed, max_samples=7, token_freq_path=command.work / "others.pt")
     with pytest.raises(OutputConflictError, match="counts the tokens of other data"):
         command.call(undisturbed, max_samples=7)
     assert files(undisturbed) == before
+
+
+def test_what_changes_no_state_locks_nobody_out(command: Command, undisturbed: Path) -> None:
+    before = files(undisturbed)
+    summary = command.call(
+        undisturbed, batch_size=BATCH + 1, cpus_per_replica=2, tensor_parallel_size=2,
+        replicas=2, gpu_memory_utilization=0.5, transport="rpc",
+    )  # fmt: skip
+    assert (summary.there, summary.written) == (SAMPLES, 0)
+    (note,) = summary.notes
+    assert "batch_size 4, not 5" in note
+    assert "cpus_per_replica 1, not 2" in note
+    assert files(undisturbed) == before
+
+
+def test_a_start_that_fails_claims_nothing(command: Command, tmp_path: Path) -> None:
+    """A real one, of an engine: the model has 4096 positions. Then the same with fewer."""
+    from speculators.train.data import Eagle3SampleFileDataset
+
+    output = tmp_path / "states"
+    # Other data, that token frequencies would be compared with.
+    few = {"token_freq_path": None, "max_samples": BATCH}
+    with pytest.raises(ReplicaError, match="max_model_len"):
+        command.call(output, seq_length=8192, **few | {"max_samples": 3})
+    assert not (output / "manifest.json").exists()
+    assert names(output) == []
+    assert command.call(output, **few).written == BATCH
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["settings"]["seq_length"] == 1024
+    # Every file of the folder whose name ends in "pt" is a sample for training.
+    assert len(Eagle3SampleFileDataset(max_len=1024, datapath=str(output))) == BATCH
+    assert sum(torch.load(output / "token_freq.torch", weights_only=True).values()) > 0
+
+
+def test_samples_that_teach_nothing_are_named(command: Command, tmp_path: Path) -> None:
+    """And rows that are no sample. The files are speculators' all the same."""
+    turns = [{"from": "human", "value": "why"}, {"from": "gpt", "value": "because"}]
+    rows = [{"conversations": t} for t in (turns, turns[:1], [], turns, turns[:1])]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = tmp_path / "states"
+    text = command.start(output, "--data", data, "--token-freq-path", tmp_path / "f.pt").wait()
+    untrained = [
+        i for i in range(4)
+        if not torch.load(output / f"data_{i}.pt", weights_only=True)["loss_mask"].any()
+    ]  # fmt: skip
+    assert len(untrained) == 2
+    listed = "; ".join(f"data_{i}.pt" for i in untrained)
+    assert "2 samples teach nothing, because no token of them is trained on " in text
+    assert f"(loss_mask is 0): {listed}\n" in text
+    assert f"1 rows of {data} are no sample, because speculators can't use them: " in text
+    assert "use them: line 3: no conversation\n" in text
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["untrained"] == untrained
+    assert manifest["unused"] == {"rows": 1, "first": ["line 3: no conversation"]}
+    checked = check_directory(output)
+    assert checked.sound
+    assert checked.untrained == untrained
 
 
 def test_a_sample_that_fails_is_recorded_and_the_rest_is_written(
@@ -253,7 +308,7 @@ def test_a_disk_that_is_really_full(command: Command, tmp_path: Path, replicas: 
     if mounted.returncode:
         pytest.skip("mounting a small disk is not allowed here")
     try:
-        run = command.start(output / "states", "--replicas", replicas)
+        run = command.start(output / "states", "--replicas", replicas, "--ignore-free-space")
         text = run.wait(status=1)
         assert "can't be written: the disk is full" in text
         there = files(output / "states")

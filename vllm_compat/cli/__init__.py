@@ -86,6 +86,11 @@ def _outcome(arguments: Sequence[str] | None) -> int | Callable[[], int]:
         # The reader of a pipe (head, less) has gone; there is nobody left to tell.
         sys.stderr.close()
         return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        return _failed(
+            parsed, f"the package {package} is missing in this environment: {error}."
+        )
     except Exception as error:
         return _failed(parsed, f"unexpected {type(error).__name__}: {error}")
     return outcome

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .console import Console, human_bytes
 from .errors import CommandError
+from .numbers import at_least
 
 if TYPE_CHECKING:
     from ..checks.files import Check
@@ -19,7 +20,8 @@ __all__ = ["add"]
 _DESCRIPTION = """\
 Reads every data_*.pt of a run and names those that are not sound: missing, cut off, damaged
 (checksums), ids, states and mask of different lengths, states that are not finite, another
-number of layers, norms unlike those of the other files at the same layer.
+number of layers, norms unlike those of the other files at the same layer. A file that no token
+is trained on (its loss mask is all zeros) is named; if all are so, the run is not sound.
 
   vllm-compat check training_data
   vllm-compat check training_data --json | jq -r '.bad[].file'
@@ -42,12 +44,15 @@ def add(subparsers: Any) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="--output-dir of the run")
     parser.add_argument(
         "--expect",
-        type=int,
+        type=at_least(0),
         metavar="N",
         help="samples that there should be (default: what the files beside them say)",
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="files read at a time (default: cores)"
+        "--threads",
+        type=at_least(1),
+        metavar="N",
+        help="files read at a time (default: cores)",
     )
     parser.add_argument(
         "--no-checksums",
@@ -101,6 +106,13 @@ def _show(checked: Check, console: Console) -> None:
         console.line(f"note: data_{index}.pt was not written: {reason}")
     if len(checked.failed) > _SHOWN:
         console.line(f"note: ... and {len(checked.failed) - _SHOWN} more (manifest.json)")
+    if checked.untrained:
+        shown = _ranges(checked.untrained[:_SHOWN])
+        rest = len(checked.untrained) - _SHOWN
+        console.line(
+            f"note: no token is trained on (loss_mask is 0) in {shown}"
+            + (f" and {rest} more (--json lists all)" if rest > 0 else "")
+        )
     for sentence in checked.wrong:
         console.line(f"wrong: {sentence}", style="red")
     if checked.missing:
@@ -118,8 +130,15 @@ def _show(checked: Check, console: Console) -> None:
         f"({human_bytes(checked.nbytes / max(checked.seconds, 1e-9))}/s)."
     )
     if checked.sound:
-        but = f", but {len(checked.failed)} could not be computed" if checked.failed else ""
-        console.line(f"All are sound{but}.", style="green")
+        but = [
+            f"{count} {what}"
+            for count, what in (
+                (len(checked.failed), "could not be computed"),
+                (len(checked.untrained), "teach nothing"),
+            )
+            if count
+        ]
+        console.line(f"All are sound{', but ' if but else ''}{', '.join(but)}.", style="green")
     else:
         parts = [f"{len(bad)} bad", f"{len(checked.missing)} missing"]
         console.line(f"NOT SOUND: {', '.join(parts)}.", style="red")
@@ -148,6 +167,7 @@ def _as_json(checked: Check) -> dict[str, Any]:
         "layer_ids": checked.layer_ids,
         "missing": checked.missing,
         "failed": checked.failed,
+        "untrained": checked.untrained,
         "wrong": checked.wrong,
         "notes": checked.notes,
         "bad": [{"file": s.name, "tokens": s.tokens, "wrong": s.wrong} for s in checked.bad],

@@ -4,14 +4,19 @@
 classes for Ray Data's ``map_batches``: one actor, one generator. Importing this package imports
 neither torch, vLLM, speculators nor Ray.
 
+    ahead      what can be told before anything is loaded
     job        what is asked for, and what it is compared with when a run goes on
+    rows       the user's file, read for what is wrong with it
     samples    the conversations, prepared by speculators
+    plan       which samples, in which batches
     replica    one generator: batches in, states out, and who failed
     files      data_{i}.pt, whole or not at all
-    manifest   what is there, and what it was made with
+    settings   what files were made with, and what of it must stay the same
+    manifest   what is there, and whose it is
     leftovers  what a killed generator would leave in /dev/shm and /tmp
     cores      which CPU cores a replica takes
     actors     replicas as Ray Data's actors
+    execution  the batches, computed and accounted for
     run        all of it together
     command    vllm-compat extract
 """
@@ -24,8 +29,9 @@ from .errors import DiskError, ExtractError, OutputConflictError, ReplicaError
 
 if TYPE_CHECKING:
     from .actors import HiddenStates, StateFiles
+    from .execution import Summary
     from .job import Job
-    from .run import Summary, extract
+    from .run import extract
 
 __all__ = [
     "DiskError",
@@ -43,7 +49,7 @@ _LATE = {
     "HiddenStates": "actors",
     "StateFiles": "actors",
     "Job": "job",
-    "Summary": "run",
+    "Summary": "execution",
     "extract": "run",
 }
 

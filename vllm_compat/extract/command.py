@@ -7,7 +7,10 @@ import logging
 import sys
 from typing import Any
 
+from ..cli.numbers import at_least, fraction
 from ..worker_environment import variables
+from .errors import ExtractError
+from .plan import check_part
 
 __all__ = ["add"]
 
@@ -22,6 +25,7 @@ Stopped in whatever way, the same command goes on where it was. More than one re
 (pip install 'vllm-compat[ray]'); --shard does without. docs/scaling.md is the how-to.
 """
 
+_SHOWN = 5  # names in the summary; manifest.json has more
 
 # Read by the libraries when they are imported. Their lines would drown what is said here.
 _QUIET = {
@@ -53,18 +57,18 @@ def add(subparsers: Any) -> None:
     )
     where = parser.add_argument_group("where it runs")
     where.add_argument(
-        "--replicas", type=int, default=1, metavar="N", help="generators (default: 1)"
+        "--replicas", type=at_least(1), default=1, metavar="N", help="generators (default: 1)"
     )
     where.add_argument(
         "--tensor-parallel-size",
-        type=int,
+        type=at_least(1),
         default=1,
         metavar="T",
         help="GPUs of each generator (default: 1)",
     )
     where.add_argument(
         "--cpus-per-replica",
-        type=int,
+        type=at_least(1),
         metavar="C",
         help="CPU cores of each generator (default on a CPU: the cores, shared out)",
     )
@@ -78,33 +82,37 @@ def add(subparsers: Any) -> None:
         help="vLLM's executor; ray spreads one generator over several machines",
     )
     where.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.8, metavar="F", help="default: 0.8"
+        "--gpu-memory-utilization", type=fraction, default=0.8, metavar="F", help="default: 0.8"
     )
     what = parser.add_argument_group("what is computed")
     what.add_argument(
         "--layers",
         "--layer-ids",
-        type=int,
+        type=at_least(0),
         nargs="+",
         metavar="K",
         help="states after decoder layer K (default: the generator's choice)",
     )
     what.add_argument(
         "--seq-length",
-        type=int,
+        type=at_least(2),
         default=2048,
         metavar="L",
         help="tokens at most (default: 2048)",
     )
     what.add_argument(
-        "--batch-size", type=int, default=8, metavar="B", help="samples a batch (default: 8)"
+        "--batch-size",
+        type=at_least(1),
+        default=8,
+        metavar="B",
+        help="samples a batch (default: 8)",
     )
-    what.add_argument("--max-samples", type=int, metavar="M", help="only so many")
+    what.add_argument("--max-samples", type=at_least(1), metavar="M", help="only so many")
     what.add_argument(
         "--shard", type=_shard, metavar="I/N", help="part I of N, from 0; instead of Ray"
     )
-    what.add_argument("--start", type=int, metavar="I", help="first sample of this run")
-    what.add_argument("--end", type=int, metavar="I", help="one past the last")
+    what.add_argument("--start", type=at_least(0), metavar="I", help="first sample of this run")
+    what.add_argument("--end", type=at_least(1), metavar="I", help="one past the last")
     what.add_argument(
         "--retry-failed", action="store_true", help="try samples that failed once more"
     )
@@ -113,18 +121,26 @@ def add(subparsers: Any) -> None:
         action="store_true",
         help="go on in a folder that other versions of vLLM and the like have begun",
     )
+    what.add_argument(
+        "--ignore-free-space",
+        action="store_true",
+        help="begin though the disk is too small for all of it (it is emptied meanwhile)",
+    )
     data = parser.add_argument_group("preprocessing, as in speculators' script")
     data.add_argument("--seed", type=int, default=0, metavar="S", help="default: 0")
     data.add_argument(
-        "--token-freq-path", default="token_freq.pt", metavar="FILE", help="token frequencies"
+        "--token-freq-path",
+        metavar="FILE",
+        help="token frequencies (default: token_freq.torch in the output folder; a name in "
+        '"pt" would be a sample for training there)',
     )
     data.add_argument("--hf-cache-dir", metavar="DIR")
     data.add_argument("--assistant-pattern", metavar="REGEX")
     data.add_argument("--turn-dropout", action="store_true")
     data.add_argument(
-        "--preprocessing-workers", "--num-preprocessing-workers", type=int, metavar="P"
+        "--preprocessing-workers", "--num-preprocessing-workers", type=at_least(1), metavar="P"
     )
-    parser.set_defaults(function=run)
+    parser.set_defaults(function=run, usage_error=parser.error)
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -137,6 +153,10 @@ def _shard(text: str) -> tuple[int, int]:
 
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
+    try:
+        check_part(parsed.start, parsed.end, parsed.shard)
+    except ExtractError as error:
+        parsed.usage_error(str(error))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     from ..cli.console import only_results_on_stdout
     from .run import extract
@@ -168,6 +188,7 @@ def run(parsed: argparse.Namespace) -> int:
                 preprocessing_workers=parsed.preprocessing_workers,
                 retry_failed=parsed.retry_failed,
                 mixed_versions=parsed.mixed_versions,
+                ignore_free_space=parsed.ignore_free_space,
             )
     except KeyboardInterrupt:
         sys.stderr.write("Stopped. The same command goes on where this one was.\n")
@@ -186,4 +207,20 @@ def run(parsed: argparse.Namespace) -> int:
             f"{len(summary.failed)} samples have no file; manifest.json says why. "
             f"The first is {index}: {reason}\n"
         )
-    return 1 if len(summary.failed) == summary.samples else 0
+    if summary.unused:
+        sys.stdout.write(
+            f"{summary.unused} rows of {parsed.data} are no sample, because speculators can't "
+            f"use them: {_some(summary.unused_names, summary.unused)}\n"
+        )
+    if summary.untrained:
+        names = [f"data_{index}.pt" for index in summary.untrained[:_SHOWN]]
+        sys.stdout.write(
+            f"{len(summary.untrained)} samples teach nothing, because no token of them is "
+            f"trained on (loss_mask is 0): {_some(names, len(summary.untrained))}\n"
+        )
+    return 1 if summary.failed and len(summary.failed) == summary.samples else 0
+
+
+def _some(names: list[str], count: int) -> str:
+    rest = count - len(names[:_SHOWN])
+    return "; ".join(names[:_SHOWN]) + (f"; and {rest} more" if rest else "")

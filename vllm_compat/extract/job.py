@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
+from .ahead import check_model
 from .errors import ExtractError
 
-__all__ = ["Job", "default_layers", "model_identity", "on_cpu", "versions"]
+__all__ = ["Job", "default_layers", "model_identity", "on_cpu", "row_bytes", "versions"]
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth")
 _CODE = ".py"  # of checkpoints that bring their own
@@ -120,6 +123,7 @@ def _weigh(path: Path, digest: Any) -> None:
 def _hub_identity(model: str) -> str:
     from transformers.utils.hub import cached_file
 
+    check_model(model)
     try:
         config = cached_file(model, "config.json")
     except (OSError, ValueError) as error:
@@ -141,6 +145,23 @@ def default_layers(model: str) -> tuple[int, ...]:
     Raises:
         ExtractError: the config doesn't say how many layers there are.
     """
+    count = _text_config(model).num_hidden_layers
+    if not isinstance(count, int):
+        raise ExtractError(f"The config of {model} doesn't say how many layers it has.")
+    return (2, count // 2, count - 3, count - 1)
+
+
+def row_bytes(model: str, layers: Sequence[int]) -> int:
+    """Bytes that a token takes in a file, at least; 0 if the config doesn't say how wide it is.
+
+    Its states, of two bytes as vLLM computes them, its id and its place in the mask.
+    """
+    hidden = _text_config(model).hidden_size
+    return len(layers) * hidden * 2 + 16 if isinstance(hidden, int) else 0
+
+
+def _text_config(model: str) -> Any:
+    """Of the language model in a checkpoint: num_hidden_layers and hidden_size, or None."""
     from transformers import AutoConfig
 
     try:
@@ -149,7 +170,7 @@ def default_layers(model: str) -> tuple[int, ...]:
         sentence = str(error).strip().splitlines()[0]
         raise ExtractError(f"The config of {model} can't be read: {sentence}") from error
     text = config if hasattr(config, "num_hidden_layers") else getattr(config, "text_config", 0)
-    count = getattr(text, "num_hidden_layers", None)
-    if not isinstance(count, int):
-        raise ExtractError(f"The config of {model} doesn't say how many layers it has.")
-    return (2, count // 2, count - 3, count - 1)
+    return SimpleNamespace(
+        num_hidden_layers=getattr(text, "num_hidden_layers", None),
+        hidden_size=getattr(text, "hidden_size", None),
+    )

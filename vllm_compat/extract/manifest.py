@@ -2,11 +2,15 @@
 
     data_{i}.pt          the samples
     manifest.json        settings, model, data, versions; counts and failures at the end
-    manifest.d/          samples-{start}-{end}.jsonl: a line for each sample that was written
+    manifest.d/          begun.json: what manifest.json will say once there is a file;
+                         samples-{start}-{end}.jsonl: a line for each sample that was written
                          or failed, by the run over these samples; lock
 
 The data files are the truth: they get their name when they are whole. The lines say what a
 name can't: how many bytes there should be, how many tokens there are, why a sample has no file.
+
+A folder belongs to the settings that its files were made with. While it has no file, it belongs
+to nobody, unless another run is at work in it: a run that could not start claims nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +21,30 @@ import fcntl
 import json
 import logging
 import os
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import OutputConflictError
+from .errors import DiskError, OutputConflictError
 from .files import data_files, is_whole, leftovers, path_of, write_whole
+from .settings import (
+    BEGUN,
+    FORMAT,
+    ROUNDING,
+    check_folder,
+    compare,
+    differences,
+    read,
+    roundings,
+    write,
+)
 
 __all__ = ["Folder", "Outcome"]
 
 log = logging.getLogger("vllm_compat")
 
-_FORMAT = 1
-_LATER = ("cpus_per_replica",)  # not noted by the first versions; nothing to compare with
 _LOCK_FLAGS = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
 _SUMMARY_BYTE = 1 << 40  # of the lock file; the bytes below stand for samples
 
@@ -77,15 +91,21 @@ class Folder:
 
     Args:
         path: made if it isn't there.
-        facts: what decides about the bytes: nested dicts of plain values, compared with what
-            is there. Keys ``path`` are told, not compared.
+        facts: what the files are made with: nested dicts of plain values, compared with what
+            is there. Of ``settings``, what changes no more than the last bits of a state
+            (``batch_size``, ``tensor_parallel_size``, ``cpus_per_replica``) is noted, not
+            compared; nor are keys ``path``.
         start: first sample.
-        end: one past the last.
+        end: one past the last; at least one sample.
         mixed_versions: go on although versions differ; both are then in the manifest.
+
+    Attributes:
+        notes: what the user should know of the folder.
 
     Raises:
         OutputConflictError: files of other settings, or of another program, are there; or
-            another run is at work on these samples.
+            another run is at work on these samples, or with other settings.
+        DiskError: the folder can't be made or written to.
     """
 
     def __init__(
@@ -98,21 +118,27 @@ class Folder:
     ) -> None:
         self.path = path
         self.start, self.end = start, end
+        self.notes: list[str] = []
+        self._facts = facts
         self._more = path / "manifest.d"
         self._manifest = path / "manifest.json"
-        if not self._manifest.exists() and path.exists() and next(data_files(path), None):
-            raise OutputConflictError(
-                f"{path} has data files and no manifest.json: another program wrote them. "
-                "Take another folder."
-            )
-        self._more.mkdir(parents=True, exist_ok=True)
-        self._lock_fd = os.open(self._more / "lock", _LOCK_FLAGS, 0o666)
+        self._begun = path / BEGUN
+        self._claimed = False
+        self._lock_fd = -1
         self._journal: Any = None
         try:
+            check_folder(path, {})
+            self._more.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = os.open(self._more / "lock", _LOCK_FLAGS, 0o666)
             self._lock_samples()
             with self._alone():
-                self._settle(facts, mixed_versions)
+                self._settle(mixed_versions)
             self._journal = self._open_journal()
+        except OSError as error:
+            self.close()
+            raise DiskError(
+                f"{path} can't be written to: {error.strerror or error}."
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -168,20 +194,35 @@ class Folder:
         return found
 
     def note(self, outcomes: Iterable[Outcome]) -> None:
-        """Adds lines. A disk that is too full for them loses nothing: the files are there."""
+        """Adds lines. A disk that is too full for them loses nothing: the files are there.
+
+        Raises:
+            OutputConflictError: meanwhile another run claimed the folder with other settings,
+                on a file system without locks.
+        """
+        claim = False
         with contextlib.suppress(OSError):
             for outcome in outcomes:
                 self._journal.write(outcome.line() + "\n")
+                claim |= outcome.status == "written"
             self._journal.flush()
+        if claim and not self._claimed:
+            with self._alone(), contextlib.suppress(DiskError):
+                self._claim()
 
     # -- what came of it -------------------------------------------------------------------
 
-    def finish(self, total: int, devices: Iterable[str] = ()) -> dict[str, Any]:
+    def finish(
+        self, total: int, devices: Iterable[str] = (), also: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Writes ``sample_lengths.json`` and the counts in ``manifest.json``.
+
+        Neither is written if there is no file and no failure to tell of.
 
         Args:
             total: samples of the data, those of other shards included.
             devices: what computed.
+            also: more keys for the manifest.
 
         Returns:
             The counts: ``samples``, ``written``, ``failed`` (reasons by index), ``missing``.
@@ -202,65 +243,83 @@ class Folder:
                 for i, entry in sorted(noted.items())
                 if entry.status == "failed" and i not in there
             }
+            missing = total - len(there) - len(failed)
+            counts = {"samples": total, "written": len(there), "missing": missing}
+            if not there and not failed:
+                return {**counts, "failed": failed}
             # Read by the training of speculators from 0.4.0 on.
             write_whole(
                 self.path / "sample_lengths.json", json.dumps(lengths, indent=2).encode()
             )
-            manifest = self._read()
-            missing = total - len(there) - len(failed)
-            counts = {"samples": total, "written": len(there), "missing": missing}
+            self._claim()
+            manifest = {**read(self._manifest), **(also or {})}
             manifest["counts"] = {**counts, "failed": len(failed)}
             manifest["failed"] = failed
             manifest["devices"] = sorted({*manifest.get("devices", []), *devices})
-            self._write(manifest)
+            write(self._manifest, manifest)
             return {**counts, "failed": failed}
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _settle(self, facts: dict[str, Any], mixed_versions: bool) -> None:
-        if not self._manifest.exists():
-            self._write({"format": _FORMAT, **facts})
+    def _settle(self, mixed_versions: bool) -> None:
+        """Compares with what is there; what belongs to nobody any more is taken over."""
+        there = self._owner()
+        if there is None:
+            for stale in (self._manifest, *self._journals()):
+                stale.unlink(missing_ok=True)
+            write(self._begun, {"format": FORMAT, **self._facts})
             return
-        there = self._read()
-        if there.get("format") != _FORMAT:
-            raise OutputConflictError(
-                f"{self._manifest} is of format {there.get('format')!r}; this version of "
-                f"vllm-compat writes format {_FORMAT}."
+        versions = self._facts.get("versions")
+        note_versions = mixed_versions and versions != there.get("versions")
+        compare(self.path, there, self._facts, mixed_versions)
+        settings = self._facts.get("settings", {})
+        others = list(roundings(there, settings))
+        if others:
+            self.notes.append(
+                f"the files that are there were computed with {', '.join(others)}: states of "
+                "this run can differ from what that run would have computed in their last bits"
             )
-        if mixed_versions and facts.get("versions") != there.get("versions"):
-            also = there.setdefault("also_versions", [])
-            if facts["versions"] not in also:
-                also.append(facts["versions"])
-                self._write(there)
-            facts = {**facts, "versions": there.get("versions")}
-        differences = list(_differences(there, facts))
-        if differences:
-            versions = all(d.startswith("versions.") for d in differences)
-            hint = (
-                "Go on with --mixed-versions, or take another folder."
-                if versions
-                else "Take another folder, or the same settings."
-            )
-            raise OutputConflictError(
-                f"{self.path} was written with other settings: {'; '.join(differences)}. {hint}"
-            )
+        now = {k: settings[k] for k in ROUNDING if k in settings} if others else None
+        for key, value in (
+            ("also_versions", note_versions and versions),
+            ("also_settings", now),
+        ):
+            if value and value not in there.setdefault(key, []):
+                there[key].append(value)
+        write(self._manifest if self._manifest.exists() else self._begun, there)
 
-    def _read(self) -> dict[str, Any]:
-        try:
-            manifest = json.loads(self._manifest.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise OutputConflictError(f"{self._manifest} can't be read: {error}") from error
-        if not isinstance(manifest, dict):
-            raise OutputConflictError(f"{self._manifest} is no manifest.")
-        return manifest
+    def _owner(self) -> dict[str, Any] | None:
+        """What the files are made with that are there or on their way; None: nobody's."""
+        found = next((p for p in (self._manifest, self._begun) if p.exists()), None)
+        if found is None:
+            return None
+        there = read(found)
+        if next(data_files(self.path), None) or self._others_at_work():
+            return there
+        # Without a file, what is left are reasons why samples failed: for the same settings.
+        same = there.get("format") == FORMAT and not any(differences(there, self._facts))
+        return there if same else None
 
-    def _write(self, manifest: dict[str, Any]) -> None:
-        write_whole(self._manifest, (json.dumps(manifest, indent=2) + "\n").encode())
+    def _claim(self) -> None:
+        """Gives the folder to these settings: there is something of theirs in it."""
+        if self._claimed:
+            return
+        if self._manifest.exists():
+            # Locks keep others out; where there are none, this is the last look.
+            there = read(self._manifest)
+            facts = {**self._facts, "versions": there.get("versions")}
+            compare(self.path, there, facts)
+        else:
+            write(self._manifest, read(self._begun))
+        self._claimed = True
+
+    def _journals(self) -> list[Path]:
+        # By time: the last word on a sample counts.
+        return sorted(self._more.glob("samples-*.jsonl"), key=lambda p: p.stat().st_mtime)
 
     def _noted(self) -> dict[int, Outcome]:
         noted = {}
-        # By time: the last word on a sample counts.
-        for path in sorted(self._more.glob("samples-*.jsonl"), key=lambda p: p.stat().st_mtime):
+        for path in self._journals():
             with path.open(encoding="utf-8") as lines:
                 for line in lines:
                     if outcome := Outcome.of_line(line):
@@ -294,6 +353,15 @@ class Folder:
                 self.path, error.strerror,
             )  # fmt: skip
 
+    def _others_at_work(self) -> bool:
+        """Whether another process has samples locked. Not known where there are no locks."""
+        # struct flock of Linux (fcntl(2)): type, whence, start, length, pid.
+        asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, _SUMMARY_BYTE, 0)
+        with contextlib.suppress(OSError):
+            answer = fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, asked)
+            return bool(struct.unpack("hhqqi", answer)[0] != fcntl.F_UNLCK)
+        return False
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """While files that all shards share are read and written."""
@@ -304,18 +372,3 @@ class Folder:
         finally:
             with contextlib.suppress(OSError):
                 fcntl.lockf(self._lock_fd, fcntl.LOCK_UN, 1, _SUMMARY_BYTE)
-
-
-def _differences(
-    there: dict[str, Any], facts: dict[str, Any], under: str = ""
-) -> Iterator[str]:
-    for key, value in facts.items():
-        before = there.get(key)
-        if key == "path" or (key in _LATER and before is None):
-            continue
-        if isinstance(value, dict):
-            yield from _differences(
-                before if isinstance(before, dict) else {}, value, f"{under}{key}."
-            )
-        elif before != value:
-            yield f"{under}{key} {json.dumps(before)} there, {json.dumps(value)} now"

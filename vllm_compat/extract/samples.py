@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from ..system import usable_cores
-from .errors import ExtractError, OutputConflictError
+from .errors import DiskError, ExtractError, OutputConflictError
+from .files import write_whole
+from .rows import check_beginning, fault_in, place, reason_unused
 
-__all__ = ["Samples", "prepare"]
+__all__ = ["Samples", "check_frequencies", "keep_frequencies", "prepare"]
+
+_NAMED = 20  # rows that speculators passed over
+_PIECE, _FEW = 1000, 100  # rows that are looked at, and prepared once more, at a time
 
 
 @dataclass(frozen=True)
@@ -29,11 +35,17 @@ class Samples:
         ids: all token ids, one sample after the other; int64.
         mask: 1 where a token is trained on, else 0; int64, as long as ``ids``.
         starts: where each sample begins, and the end of the last; int64.
+        unused: rows of the data that speculators made no sample of.
+        unused_names: the first of them, and why.
+        frequencies: of tokens, as speculators' file holds them; empty: there is none.
     """
 
     ids: Any
     mask: Any
     starts: Any
+    unused: int = 0
+    unused_names: tuple[str, ...] = ()
+    frequencies: bytes = b""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -51,6 +63,12 @@ class Samples:
     def length(self, index: int) -> int:
         """Tokens of one sample."""
         return int(self.starts[index + 1] - self.starts[index])
+
+    def trained(self, most: int) -> Any:
+        """How many tokens of each sample's first ``most`` are trained on; int64."""
+        sums = numpy.concatenate([[0], numpy.cumsum(self.mask)])
+        ends = numpy.minimum(self.starts[1:], self.starts[:-1] + most)
+        return sums[ends] - sums[self.starts[:-1]]
 
     @property
     def identity(self) -> str:
@@ -103,7 +121,6 @@ def prepare(
     seq_length: int,
     seed: int = 0,
     max_samples: int | None = None,
-    token_freq_path: Path = Path("token_freq.pt"),
     cache_dir: str | None = None,
     assistant_pattern: str | None = None,
     turn_dropout: bool = False,
@@ -116,21 +133,24 @@ def prepare(
     every run and every shard has the same samples; that takes one process.
 
     Raises:
-        ExtractError: the data can't be read, or nothing of it is left.
-        OutputConflictError: ``token_freq_path`` counts the tokens of other data. speculators
-            itself would keep that file without a word.
+        ExtractError: the tokenizer can't be had or the data be read, or nothing of it is left.
     """
-    from speculators.data_generation.preprocessing import load_and_preprocess_dataset
+    check_beginning(data)
+    import datasets
+    from speculators.data_generation import preprocessing
 
-    if data.endswith((".json", ".jsonl")) and not Path(data).is_file():
-        raise ExtractError(f"There is no file {data}.")
     processes: int | None = workers or min(8, len(usable_cores()))
     # Python seeds `random` anew in a forked process, so what is random stays in this one.
     processes = None if turn_dropout else processes
+    tokenizer = _tokenizer(model)
     with tempfile.TemporaryDirectory() as folder, _seeded(seed), _quiet():
-        counted = Path(folder) / token_freq_path.name
+        counted = Path(folder) / "token_freq.pt"
+        raw = _raw(preprocessing, data, processes, cache_dir)
+        chosen = _chosen(len(raw), seed, max_samples)
+        prepared: Any = ()
+        trouble: Exception | None = None
         try:
-            dataset, _ = load_and_preprocess_dataset(
+            prepared, _ = preprocessing.load_and_preprocess_dataset(
                 target_model_path=model,
                 train_data_path=data,
                 seq_length=seq_length,
@@ -142,30 +162,199 @@ def prepare(
                 assistant_pattern=assistant_pattern,
                 turn_dropout=turn_dropout,
             )
-        except (ValueError, OSError, IndexError, KeyError) as error:
-            sentence = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ExtractError(f"speculators can't prepare {data}: {sentence}") from error
-        samples = Samples.of_dataset(dataset)
-        if not len(samples):
-            raise ExtractError(f"speculators left no sample of {data}.")
-        _keep_frequencies(counted, token_freq_path)
-    return samples
+        except (IndexError, KeyError) as error:
+            trouble = error  # what it ends in when no sample is left
+        except Exception as error:  # from a process of its own, whatever happened there
+            raise ExtractError(
+                fault_in(data) or f"speculators can't prepare {data}: {_first_line(error)}"
+            ) from error
+        unused = len(chosen) - len(prepared)
+        names: Sequence[str] = ()
+        if unused:
+
+            def build(turns: list[Any]) -> int:
+                rows = datasets.Dataset.from_dict({"conversations": turns})
+                return len(
+                    preprocessing.build_eagle3_dataset(
+                        rows, tokenizer, seq_length, None, assistant_pattern
+                    )
+                )
+
+            names = _unused(build, raw, chosen, unused, data)
+        if not len(prepared):
+            why = names[0] if names else _first_line(trouble) if trouble else "it has none"
+            raise ExtractError(
+                f"speculators left none of the {len(raw)} samples of {data}: {why}."
+            ) from trouble
+        return replace(
+            Samples.of_dataset(prepared),
+            unused=unused,
+            unused_names=tuple(names),
+            frequencies=counted.read_bytes(),
+        )
 
 
-def _keep_frequencies(counted: Path, target: Path) -> None:
+def keep_frequencies(counted: bytes, target: Path, ours: bool) -> None:
+    """Writes the token frequencies.
+
+    Args:
+        counted: the file's contents, of speculators.
+        target: where to.
+        ours: the file belongs to the output folder, which was compared with the data already.
+
+    Raises:
+        OutputConflictError: ``target`` counts the tokens of other data. speculators itself
+            would keep that file without a word.
+        DiskError: it can't be written.
+    """
+    if not ours:
+        check_frequencies(counted, target)
+    if target.exists() and (not ours or target.read_bytes() == counted):
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"{target} can't be written: {error.strerror or error}.") from error
+    write_whole(target, counted)
+
+
+def check_frequencies(counted: bytes, target: Path) -> None:
+    """Refuses a file that counts the tokens of other data.
+
+    Raises:
+        OutputConflictError: it does.
+    """
     import torch
 
-    from .files import write_whole
-
-    if target.exists():
-        if torch.load(target, weights_only=True) != torch.load(counted, weights_only=True):
-            raise OutputConflictError(
-                f"{target} counts the tokens of other data. Name another file with "
-                "--token-freq-path, or remove it."
-            )
+    if not target.exists():
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, counted.read_bytes())
+    try:
+        there = torch.load(target, weights_only=True)
+    except Exception as error:  # a file of another program fails in many ways
+        raise OutputConflictError(
+            f"{target} is there and can't be read. Name another file with --token-freq-path."
+        ) from error
+    if there != torch.load(io.BytesIO(counted), weights_only=True):
+        raise OutputConflictError(
+            f"{target} counts the tokens of other data. Name another file with "
+            "--token-freq-path, or remove it."
+        )
+
+
+# -- inside ------------------------------------------------------------------------------------
+
+
+def _tokenizer(model: str) -> Any:
+    """As speculators loads it; its errors are not the data's."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
+    except Exception as error:  # code of a checkpoint's own among it
+        raise ExtractError(
+            f"The tokenizer of {model} can't be loaded: {_first_line(error)}"
+        ) from error
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ExtractError(
+            f"The tokenizer of {model} has no chat template: speculators makes the text "
+            "of a conversation with it. Add chat_template.jinja, or take the model that was "
+            "tuned for instructions."
+        )
+    return tokenizer
+
+
+def _raw(preprocessing: Any, data: str, processes: int | None, cache_dir: str | None) -> Any:
+    """The rows as they are. speculators reads them once more, from the cache of `datasets`."""
+    try:
+        raw = preprocessing.load_raw_dataset(data, num_proc=processes, cache_dir=cache_dir)
+    except Exception as error:  # `datasets` has no class for a file that is wrong
+        raise ExtractError(
+            fault_in(data) or f"{data} can't be read: {_first_line(error)}"
+        ) from error
+    if "conversations" not in raw.column_names:
+        raise ExtractError(
+            fault_in(data)
+            or f'{data} has no "conversations", but {", ".join(raw.column_names)}.'
+        )
+    return raw
+
+
+def _chosen(total: int, seed: int, most: int | None) -> list[int]:
+    """The rows that speculators takes: all, or the first ones as it shuffles them."""
+    if most is None or most >= total:
+        return list(range(total))
+    from datasets import Dataset
+
+    shuffled = Dataset.from_dict({"row": range(total)}).shuffle(seed=seed)
+    return sorted(shuffled[:most]["row"])
+
+
+def _unused(
+    build: Callable[[list[Any]], int], raw: Any, chosen: list[int], count: int, data: str
+) -> list[str]:
+    """Names the first rows that speculators passed over, and why."""
+    found: dict[int, str] = {}
+    turns = raw.select_columns(["conversations"])
+    for first in range(0, len(chosen), _PIECE):
+        rows = chosen[first : first + _PIECE]
+        for row, each in zip(rows, turns[rows]["conversations"], strict=True):
+            if why := reason_unused(each):
+                found[row] = why
+        if len(found) >= min(count, _NAMED):
+            break
+    if len(found) < min(count, _NAMED):
+        rest = [row for row in chosen if row not in found]
+        found |= _refused(build, turns, rest)
+    return [f"{place(data, row)}: {found[row]}" for row in sorted(found)[:_NAMED]]
+
+
+def _refused(build: Callable[[list[Any]], int], turns: Any, rows: list[int]) -> dict[int, str]:
+    """Rows in the form of conversations that the chat template or the tokenizer refuses.
+
+    Args:
+        build: speculators' work on a list of conversations; how many it makes samples of.
+        turns: the column.
+        rows: of it, that may be refused.
+    """
+    found: dict[int, str] = {}
+    for first in range(0, len(rows), _FEW):
+        some = rows[first : first + _FEW]
+        if build(turns[some]["conversations"]) == len(some):
+            continue
+        for row in some:
+            with _said() as words:
+                if not build(turns[[row]]["conversations"]):
+                    found[row] = words[-1] if words else "speculators does not say why"
+            if len(found) == _NAMED:
+                return found
+    return found
+
+
+@contextmanager
+def _said() -> Iterator[list[str]]:
+    """What speculators logs: the only place where it says why it leaves a row out."""
+    words: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: words.append(  # type: ignore[method-assign]
+        record.getMessage().partition(": ")[2] or record.getMessage().strip()
+    )
+    logger = logging.getLogger("speculators")
+    kept = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False  # not on the terminal as well
+    try:
+        yield words
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = kept
+
+
+def _first_line(error: BaseException) -> str:
+    # `datasets` says what happened in the cause of what it raises.
+    # That of one out of another process is all of its traceback, as text.
+    while error.__cause__ is not None and type(error.__cause__).__name__ != "RemoteTraceback":
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager
