@@ -20,7 +20,7 @@ LENGTHS = (1, 40, 300, 2100)
 
 
 def run(
-    command: list[str], timeout: float = 300, **variables: str
+    command: list[str], timeout: float = 580, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True,

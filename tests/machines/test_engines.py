@@ -54,7 +54,7 @@ def test_no_tensor_depends_on_a_default_of_the_user(
 
 def test_a_full_dev_shm_is_named(engine: Engine) -> None:
     """Docker's default is 64 MB; here less, to fill it sooner."""
-    command = engine.command(transport="rpc", batches=40)
+    command = engine.command(transport="rpc", batches=12)
     found = engine.read(run(with_small_shm(command, "16m")))
     error = found.get("error", "no error")
     if "Insufficient space in /dev/shm" in error:
