@@ -21,6 +21,7 @@ from ..transport.shared import Offer, Unavailable, Writer
 from .capture import Capture
 from .model import establish_convention, find_decoder
 from .outbox import ReplyOutbox, RingOutbox
+from .rope import check_rope
 
 __all__ = ["CaptureExtension"]
 
@@ -78,8 +79,12 @@ class CaptureExtension:
             convention, dtype = establish_convention(
                 decoder, lambda: _trial(self, model), _TRIAL_TOKENS, caching
             )
+        rope = check_rope(
+            decoder.layers, text_config, self.vllm_config.model_config.max_model_len
+        )
         batch = _batch_order(runner)
         state = _State(type(model).__name__, decoder.path, str(dtype), batch)
+        state.rope = rope
         state.capture = Capture(
             decoder,
             convention,
@@ -198,6 +203,7 @@ class CaptureExtension:
             "convention": state.capture.convention,
             "dtype": state.dtype,
             "hidden_size": state.capture.decoder.hidden_size,
+            "rope": state.rope,
             "captures": list(state.capture.layer_ids) if _tensor_rank(self) == 0 else [],
             "transport": type(outbox).__name__ if outbox is not None else "none",
         }
@@ -211,6 +217,7 @@ class _State:
         self.path = path
         self.dtype = dtype
         self.capture: Capture | None = None
+        self.rope: dict[str, Any] | None = None
         self.scheduler_output: Any = None
         self._batch = batch
         self._inputs_read: Any = None
