@@ -63,6 +63,7 @@ def status(*, workers: bool = True) -> Report:
         return report
     from .session import describe_workers
 
-    return Report(
-        report.environment, report.entries, report.notes, tuple(describe_workers())
-    )
+    described = tuple(describe_workers())
+    # All ranks of a generator say the same.
+    notes = dict.fromkeys(w["rope"]["note"] for w in described if w.get("rope"))
+    return Report(report.environment, report.entries, (*report.notes, *notes), described)

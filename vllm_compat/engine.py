@@ -171,6 +171,8 @@ class Engine:
                 raise UnsupportedModelError(reply["refused"])
             _check_same(reply)
         self.description = replies[0]
+        if rope := self.description.get("rope"):
+            log.warning("vllm-compat: %s", rope["note"])
         reason = "transport 'rpc' was asked for"
         if transport != "rpc":
             reason = self._share(len(layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,46 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 turns.append({"from": ("human", "gpt")[turn % 2], "value": " ".join(words)})
             file.write(json.dumps({"conversations": turns}) + "\n")
     return path
+
+
+_REMOTE = """
+from transformers import PretrainedConfig
+
+
+class InternVLChatConfig(PretrainedConfig):
+    model_type = "internvl_chat"
+
+    def __init__(self, vision_config=None, llm_config=None, **more):
+        super().__init__(**more)
+        self.vision_config, self.llm_config = vision_config, llm_config
+"""
+
+
+def in_other_words(model: Path, folder: Path, kind: str) -> Path:
+    """The config and tokenizer of the tiny model in the words of ChatGLM or InternVL."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    usual = json.loads((model / "config.json").read_text())
+    if kind == "chatglm":
+        config = {
+            "model_type": "chatglm",
+            "architectures": ["ChatGLMModel"],
+            "num_layers": usual["num_hidden_layers"],
+            "hidden_size": usual["hidden_size"],
+            "num_attention_heads": usual["num_attention_heads"],
+            "padded_vocab_size": usual["vocab_size"],
+            "seq_length": usual["max_position_embeddings"],
+        }
+    else:
+        config = {
+            "model_type": "internvl_chat",
+            "architectures": ["InternVLChatModel"],
+            "auto_map": {"AutoConfig": "configuration_internvl_chat.InternVLChatConfig"},
+            "vision_config": {"num_hidden_layers": 3, "hidden_size": 32},
+            "llm_config": usual,
+        }
+        (folder / "configuration_internvl_chat.py").write_text(_REMOTE)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -14,6 +14,8 @@ import torch
 from vllm_compat.cli import CommandError, main
 from vllm_compat.cli.estimate import Model, estimate, ring_bytes
 
+from .conftest import in_other_words
+
 
 def test_bytes_are_those_of_real_files(tmp_path: Path) -> None:
     lengths = [5, 17, 200, 64, 31, 90]
@@ -115,13 +117,30 @@ def test_tokens_are_those_of_the_preprocessing(
     assert "DOESN'T FIT: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["chatglm", "internvl"])
+def test_configs_in_other_words(
+    model: Path,
+    conversations: Path,
+    cache: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    folder = in_other_words(model, tmp_path / kind, kind)
+    words = ["estimate", "--model", str(folder), "--data", str(conversations), "--json"]
+    assert main([*words, *cache]) == 0, capsys.readouterr().err
+    found = json.loads(capsys.readouterr().out)
+    assert found["layer_ids"] == [2, 4, 5, 7]
+    assert found["per_token"] == 4 * 256 * 2 + 16
+
+
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
         ("--data", "nothing.jsonl", "there is no file nothing.jsonl."),
         ("--data", "no-such-set", "Unsupported dataset: no-such-set"),
         ("--layers", "8", "layer 8 is outside of [0, 7]: the model has 8 layers."),
-        ("--model", "/no/model", "can't read the config of /no/model"),
+        ("--model", "/no/model", "There is no folder /no/model"),
     ],
 )
 def test_errors_are_sentences(

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 
 from vllm_compat.batch import Batch
-from vllm_compat.cli import CommandError, main
+from vllm_compat.checks import reference
+from vllm_compat.checks.reference import transformers_states
+from vllm_compat.cli import CommandError, main, verify
 from vllm_compat.cli.prompts import built_in_prompts, read_prompts
 from vllm_compat.cli.verify import _reference_dtype
+from vllm_compat.errors import UnsupportedModelError
+
+from . import rope_models
+from .conftest import in_other_words
 
 LAYERS = ["1", "7"]
 
@@ -83,7 +92,7 @@ def test_a_shift_is_found(
         (["--layers", "8"], "layer 8 is outside of [0, 7]"),
         (["--prompts", "nothing.txt"], "can't read the prompts in nothing.txt"),
         (["--plot", "errors.pdf"], "a plot is a .html or a .png file"),
-        (["--model", "/no/model"], "can't read the config of /no/model"),
+        (["--model", "/no/model"], "There is no folder /no/model"),
     ],
 )
 def test_errors_come_before_the_engine(
@@ -178,3 +187,165 @@ def test_the_reference_has_to_fit(model: Path, monkeypatch: pytest.MonkeyPatch) 
     available(0.9 * size)
     with pytest.raises(CommandError, match="use --batch-only"):
         _reference_dtype(parsed)
+
+
+# -- rotary embeddings that depend on the length --
+
+
+def _data_config(folder: Path, seq_length: int, layer_ids: list[int]) -> Path:
+    """What speculators' script leaves behind, as far as it is read here."""
+    folder.mkdir()
+    config = {"data": {"seq_length": seq_length}, "hidden_states": {"layer_ids": layer_ids}}
+    (folder / "data_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.engine
+def test_dynamic_is_compared_with_what_vllm_means(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = rope_models.dynamic(tmp_path / "dynamic")
+    words = ["verify", "--model", str(model), "--layers", "0", "3", "--max-model-len", "65"]
+    assert main([*words, "--json"]) == 0, capfd.readouterr().out
+    found = json.loads(capfd.readouterr().out)
+    assert found["right"] is True
+    if Version(vllm.__version__) >= Version("0.22"):  # the plain embedding there
+        assert found["rope"] is None
+        assert main([*words[:-1], "66"]) == 1
+        assert "ends after 64 positions" in capfd.readouterr().err
+        return
+    assert found["against"] == (
+        "vLLM against transformers (float32) with the rotary embedding of 256 tokens"
+    )
+    assert found["rope"] == (
+        "rope_scaling 'dynamic': the states are those that vLLM serves with max_model_len=65; "
+        "transformers computes prompts of fewer than 256 tokens otherwise."
+    )
+    assert f"vllm-compat: {found['rope']}" in caplog.messages
+
+
+@pytest.mark.engine
+def test_longrope_is_compared_with_what_vllm_means(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = rope_models.longrope(tmp_path / "longrope")
+    states = _data_config(tmp_path / "states", 400, [3, 0])
+    assert main(["verify", "--model", str(model), "--states", str(states), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["layers"], found["max_model_len"]) == ([3, 0], 400)
+    assert found["against"].endswith(" with the rotary embedding of 513 tokens")
+    note = (
+        "rope_scaling 'longrope': the states are those that vLLM serves with max_model_len=400;"
+        " transformers computes prompts of up to 64 tokens otherwise."
+    )
+    assert found["rope"] == note
+    assert f"vllm-compat: {note}" in caplog.messages
+
+    # transformers' own values, and the short factors in vLLM, are far away from these.
+    words = ["verify", "--model", str(model), "--layers", "3", "--json"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_check_last", lambda states, last: None)
+        patch.setattr(verify, "_rope_length", lambda rope: None)
+        assert main([*words, "--max-model-len", "400", "--max-len", "60"]) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert found["by_layer"][0]["mean"] > 0.1
+
+    caplog.clear()
+    assert main([*words, "--max-model-len", "64"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["rope"] is None
+    assert found["against"] == "vLLM against transformers (float32)"
+    assert not [m for m in caplog.messages if "rope_scaling" in m]
+
+
+@pytest.mark.engine
+def test_a_rotary_embedding_without_a_reference(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = rope_models.yarn(tmp_path / "yarn")
+    words = ["verify", "--model", str(model), "--layers", "3", "--max-model-len", "100"]
+    if Version(vllm.__version__) >= Version("0.30"):
+        assert main(words) == 0
+        return
+    assert main(words) == 1
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
+    assert "can't be decided: rope_scaling 'yarn'" in last
+    assert "the rotary embedding of this vLLM isn't transformers', for no length" in last
+
+
+def test_the_reference_takes_the_rotation_of_a_longer_sequence(tmp_path: Path) -> None:
+    """One token at the far position does what as many tokens would do."""
+    model = rope_models.longrope(tmp_path / "longrope")
+    prompt = built_in_prompts(_tokenizer(model), 509, 20)[-1]
+    plain = transformers_states(model, [0, 3], torch.float32)
+    far = transformers_states(model, [0, 3], torch.float32, rope_length=200)
+    padded = plain([*prompt, *[7] * (200 - len(prompt))])
+    for states, own, long in zip(far(prompt), plain(prompt), padded, strict=True):
+        torch.testing.assert_close(states, long[: len(prompt)], rtol=1e-4, atol=1e-4)
+        assert float((states - own).norm() / own.norm()) > 0.05
+
+
+def test_a_reference_that_cannot_be_told_the_length(model: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="doesn't take the length"):
+        transformers_states(model, [0], torch.float32, rope_length=2000)
+
+
+# -- configs in other words --
+
+
+@pytest.mark.parametrize("kind", ["chatglm", "internvl"])
+def test_configs_in_other_words(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    folder = in_other_words(model, tmp_path / kind, kind)
+    assert main(["verify", "--model", str(folder), "--layers", "99"]) == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.endswith("layer 99 is outside of [0, 7]: the model has 8 layers.")
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (None, "There is no folder {}."),
+        ((), "{} is no checkpoint: it has no config.json."),
+        (("config.json",), "{} has no tokenizer"),
+    ],
+)
+def test_models_that_are_none(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], files: Any, sentence: str
+) -> None:
+    folder = tmp_path / "some" / "model"
+    if files is not None:
+        folder.mkdir(parents=True)
+        for name in files:
+            shutil.copy(model / name, folder)
+    for command in (["verify"], ["estimate", "--data", "sharegpt"]):
+        assert main([*command, "--model", str(folder)]) == 1
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        last = captured.err.splitlines()[-1]
+        assert last.startswith(f"vllm-compat {command[0]}: {sentence.format(folder)}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        (None, "", "has neither manifest.json nor data_config.json."),
+        ("data_config.json", "{}", "data_config.json doesn't say seq_length and layer_ids"),
+        ("manifest.json", "{", "manifest.json doesn't say seq_length and layer_ids"),
+    ],
+)
+def test_folders_that_do_not_say(
+    model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    name: str | None,
+    text: str,
+    sentence: str,
+) -> None:
+    if name is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["verify", "--model", str(model), "--states", str(tmp_path)]) == 1
+    assert sentence in capfd.readouterr().err.splitlines()[-1]

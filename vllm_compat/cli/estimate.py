@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..extract.ahead import check_model
+from ..model_shape import default_layers, read_shape
 from .console import Console, human_bytes, only_results_on_stdout
 from .errors import CommandError
 from .machine import memory
@@ -207,21 +209,14 @@ def _file_overhead(model: Model) -> int:
 
 
 def _model(name: str) -> tuple[Model, int]:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=True)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"can't read the config of {name}: {error}") from error
-    text = config.get_text_config()
+    check_model(name)
+    shape = read_shape(name)
     # vLLM computes what is stored in float32 in 16 bits, and stores its states in those.
-    return Model(0, int(text.hidden_size), 2), int(text.num_hidden_layers)
+    return Model(0, shape.hidden_size, 2), shape.layers
 
 
 def _layers(asked: list[int] | None, count: int) -> list[int]:
-    from ..checks.reference import default_layers
-
-    layers = default_layers(count) if asked is None else list(asked)
+    layers = list(default_layers(count) if asked is None else asked)
     outside = [k for k in layers if not 0 <= k < count]
     if outside:
         raise CommandError(

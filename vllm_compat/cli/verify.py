@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..activation import applied
+from ..errors import UnsupportedModelError
+from ..extract.ahead import check_model
+from ..model_shape import ModelShape, default_layers, read_shape
 from ..worker_environment import variables
+from .comparison import as_json, listed, show
 from .console import Console, human_bytes, only_results_on_stdout
 from .errors import CommandError
 
@@ -31,18 +34,22 @@ another prompt, and says to which.
   vllm-compat verify --model MODEL
   vllm-compat verify --model MODEL --layers 2 14 25 27 --prompts conversations.jsonl
   vllm-compat verify --model MODEL --plot errors.html
+  vllm-compat verify --model MODEL --states training_data
   vllm-compat verify --model MODEL --batch-only
 
 A right answer is off by the noise of two programs and two dtypes: 0.3 to 2 % on average, a few
 per cent at the last layer. Exit status 0: every row is right; 1: some are not.
+
+Where rope_scaling ("dynamic", "longrope") makes states depend on max_model_len, take that of
+your run: --max-model-len N, or --states FOLDER for that of the files there.
 
 --batch-only is for models that are too large for transformers here: the prompts run as one
 batch and one by one, both on vLLM, and have to agree. That finds rows in the wrong place; it
 doesn't find what vLLM itself would compute wrongly.
 """
 
-_SHOWN = 20  # sentences about faults
 _MAX_PROMPT = 4096
+_MAX_MODEL_LEN = 2048  # the generator's default, and that of speculators' script
 
 _QUIET = {
     # vLLM's and transformers' chatter is not what this command is asked for.
@@ -66,6 +73,19 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--model", required=True, help="checkpoint folder, or name on the hub")
     parser.add_argument(
         "--layers", type=int, nargs="+", metavar="K", help="default: the generator's own choice"
+    )
+    parser.add_argument(
+        "--states",
+        type=Path,
+        metavar="FOLDER",
+        help="with the layers and max_model_len of the run that wrote this folder",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="of your run, the script's --seq-length; prompts are cut to N - 1 tokens "
+        "(default: 2048, as the generator's)",
     )
     parser.add_argument(
         "--prompts",
@@ -120,28 +140,37 @@ def _run(parsed: argparse.Namespace) -> int:
 
         write_plot(comparison, parsed.plot, f"{Path(parsed.model).name}: {facts['against']}")
     if parsed.json:
-        sys.stdout.write(json.dumps(_as_json(comparison, facts), indent=1) + "\n")
+        sys.stdout.write(json.dumps(as_json(comparison, facts), indent=1) + "\n")
     else:
-        _show(comparison, facts, Console())
+        show(comparison, facts, Console())
     return 1 if comparison.wrong else 0
 
 
 def _compare(parsed: argparse.Namespace, notes: Console) -> tuple[Comparison, dict[str, Any]]:
-    model = _model_config(parsed.model)
-    layer_ids = _layers(parsed.layers, model["layers"])
-    prompts = _prompts(parsed, model)
+    _as_the_run(parsed)
+    check_model(parsed.model)
+    model = read_shape(parsed.model)
+    layer_ids = _layers(parsed.layers, model.layers)
+    max_model_len = parsed.max_model_len
+    if max_model_len is None:
+        max_model_len = min(_MAX_MODEL_LEN, model.positions or _MAX_MODEL_LEN)
+    elif max_model_len < 2:
+        raise CommandError(f"--max-model-len {max_model_len}: at least 2 is needed.")
+    prompts = _prompts(parsed, model, max_model_len)
     dtype = None if parsed.batch_only else _reference_dtype(parsed)
     tokens = sum(map(len, prompts))
-    what = f"{len(prompts)} prompts, {tokens} tokens, layers {_listed(layer_ids)}"
+    what = f"{len(prompts)} prompts, {tokens} tokens, layers {listed(layer_ids)}"
     notes.line(f"vLLM: {what} ...", style="dim")
     began = time.monotonic()
-    got, alone = _generate(parsed, layer_ids, prompts)
+    got, alone, rope = _generate(parsed, layer_ids, prompts, max_model_len)
     seconds = time.monotonic() - began
     facts = {
         "model": parsed.model,
         "layers": layer_ids,
         "prompts": len(prompts),
         "tokens": tokens,
+        "max_model_len": max_model_len,
+        "rope": rope["note"] if rope else None,
         "vllm_seconds": round(seconds, 1),
     }
     if parsed.batch_only:
@@ -150,9 +179,17 @@ def _compare(parsed: argparse.Namespace, notes: Console) -> tuple[Comparison, di
     else:
         name = str(dtype).removeprefix("torch.")
         facts["against"] = f"vLLM against transformers ({name})"
+        length = _rope_length(rope)
+        if length is not None:
+            facts["against"] += f" with the rotary embedding of {length} tokens"
         notes.line(f"transformers: {name}, on {parsed.reference_device} ...", style="dim")
         began = time.monotonic()
-        reference = _reference(parsed, layer_ids, prompts, dtype, notes)
+        try:
+            reference = _reference(parsed, layer_ids, prompts, dtype, length, notes)
+        except UnsupportedModelError as error:
+            if rope is None:
+                raise
+            raise _undecidable(rope, f" {error}") from error
         facts["reference_seconds"] = round(time.monotonic() - began, 1)
     from ..checks.rows import compare
 
@@ -166,29 +203,48 @@ def _limits(parsed: argparse.Namespace) -> Limits:
     return Limits(**{name: value for name, value in given.items() if value is not None})
 
 
-def _model_config(model: str) -> dict[str, Any]:
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=True)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"can't read the config of {model}: {_first_line(error)}") from error
-    text = config.get_text_config()
-    return {
-        "layers": int(text.num_hidden_layers),
-        "vocabulary": int(text.vocab_size),
-        "positions": int(getattr(text, "max_position_embeddings", None) or _MAX_PROMPT),
-    }
+def _rope_length(rope: dict[str, Any] | None) -> int | None:
+    """The length at which transformers has vLLM's rotary embedding; None: at each prompt's."""
+    if rope is None:
+        return None
+    if rope["length"] is None:
+        raise _undecidable(rope)
+    return int(rope["length"])
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _undecidable(rope: dict[str, Any], why: str = "") -> CommandError:
+    return CommandError(
+        f"can't be decided: {rope['note']}{why} There is no reference for these states; "
+        "--batch-only finds rows in the wrong place."
+    )
+
+
+def _as_the_run(parsed: argparse.Namespace) -> None:
+    """Takes what isn't given from the folder that a run wrote."""
+    folder = parsed.states
+    if folder is None:
+        return
+    # manifest.json is of `extract`, and there from the beginning; the other of speculators.
+    for name, *inside in (("manifest.json", "settings", "settings"),
+                          ("data_config.json", "data", "hidden_states")):  # fmt: skip
+        try:
+            config = json.loads((folder / name).read_text(encoding="utf-8"))
+            length, layers = (config[part] for part in inside)
+            length, layers = int(length["seq_length"]), [int(k) for k in layers["layer_ids"]]
+        except OSError:
+            continue
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(
+                f"{folder / name} doesn't say seq_length and layer_ids ({error!r})."
+            ) from error
+        parsed.max_model_len = parsed.max_model_len or length
+        parsed.layers = parsed.layers or layers
+        return
+    raise CommandError(f"{folder} has neither manifest.json nor data_config.json.")
 
 
 def _layers(asked: list[int] | None, count: int) -> list[int]:
-    from ..checks.reference import default_layers
-
-    layer_ids = default_layers(count) if asked is None else list(dict.fromkeys(asked))
+    layer_ids = list(default_layers(count) if asked is None else dict.fromkeys(asked))
     outside = [k for k in layer_ids if not 0 <= k < count]
     if outside:
         raise CommandError(
@@ -197,7 +253,9 @@ def _layers(asked: list[int] | None, count: int) -> list[int]:
     return layer_ids
 
 
-def _prompts(parsed: argparse.Namespace, model: dict[str, Any]) -> list[list[int]]:
+def _prompts(
+    parsed: argparse.Namespace, model: ModelShape, max_model_len: int
+) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     from .prompts import built_in_prompts, read_prompts
@@ -205,13 +263,12 @@ def _prompts(parsed: argparse.Namespace, model: dict[str, Any]) -> list[list[int
     try:
         tokenizer = AutoTokenizer.from_pretrained(parsed.model, trust_remote_code=True)
     except (OSError, ValueError) as error:
-        raise CommandError(
-            f"can't load the tokenizer of {parsed.model}: {_first_line(error)}"
-        ) from error
+        sentence = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CommandError(f"can't load the tokenizer of {parsed.model}: {sentence}") from error
     # vLLM keeps one position for the token that it has to generate.
-    longest = min(parsed.max_len, model["positions"] - 1)
+    longest = min(parsed.max_len, max_model_len - 1)
     if parsed.prompts is None:
-        return built_in_prompts(tokenizer, model["vocabulary"], longest)
+        return built_in_prompts(tokenizer, model.vocabulary or len(tokenizer), longest)
     return read_prompts(parsed.prompts, tokenizer, longest)[: parsed.max_prompts]
 
 
@@ -244,21 +301,28 @@ def _reference_dtype(parsed: argparse.Namespace) -> Any:
 
 
 def _generate(
-    parsed: argparse.Namespace, layer_ids: Sequence[int], prompts: list[list[int]]
-) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """States of all prompts in one batch; and, if wanted, of each prompt alone."""
+    parsed: argparse.Namespace,
+    layer_ids: Sequence[int],
+    prompts: list[list[int]],
+    max_model_len: int,
+) -> tuple[list[list[Tensor]], list[list[Tensor]], dict[str, Any] | None]:
+    """States of all prompts in one batch; if wanted, of each alone; what the workers say of
+    their rotary embedding."""
     from speculators.data_generation.vllm_hidden_states_generator import (
         VllmHiddenStatesGenerator,
     )
 
+    from .. import status
+
     generator = VllmHiddenStatesGenerator(
         parsed.model,
         layer_ids=list(layer_ids),
-        max_model_len=max(64, max(map(len, prompts)) + 1),
+        max_model_len=max_model_len,
         tensor_parallel_size=parsed.tensor_parallel_size,
         gpu_memory_utilization=parsed.gpu_memory_utilization,
     )
     try:
+        rope = next((w["rope"] for w in status().workers if "rope" in w), None)
         together = [r["hidden_states"] for r in generator.generate(prompts)]
         alone = []
         if parsed.batch_only:
@@ -266,7 +330,7 @@ def _generate(
     finally:
         # Its memory is wanted for the reference.
         generator.executor.shutdown()
-    return together, alone
+    return together, alone, rope
 
 
 def _reference(
@@ -274,92 +338,17 @@ def _reference(
     layer_ids: Sequence[int],
     prompts: list[list[int]],
     dtype: Any,
+    rope_length: int | None,
     notes: Console,
 ) -> list[list[Tensor]]:
     from ..checks.reference import transformers_states
 
-    states = transformers_states(parsed.model, layer_ids, dtype, parsed.reference_device)
+    states = transformers_states(
+        parsed.model, layer_ids, dtype, parsed.reference_device, rope_length
+    )
     found = []
     with notes.progress(sum(map(len, prompts)), "transformers, tokens") as advance:
         for prompt in prompts:
             found.append(states(prompt))
             advance(len(prompt))
     return found
-
-
-# -- how it is shown ---------------------------------------------------------------------------
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _percent(error: float) -> str:
-    return f"{100 * error:.2f} %" if math.isfinite(error) else str(error)
-
-
-def _show(comparison: Comparison, facts: dict[str, Any], console: Console) -> None:
-    console.heading(
-        f"{facts['model']}: {facts['against']}, {facts['prompts']} prompts, "
-        f"{facts['tokens']} tokens"
-    )
-    console.line()
-    if comparison.layers:
-        columns = ["layer", "mean", "median", "worst row", "where"]
-        rows = [
-            [
-                str(layer.layer),
-                _percent(layer.mean),
-                _percent(layer.median),
-                _percent(layer.worst),
-                f"prompt {layer.worst_at[0]}, position {layer.worst_at[1]}",
-            ]
-            for layer in comparison.layers
-        ]
-        console.heading("Relative error of a row, by layer")
-        console.table(columns, rows, right=columns[:-1])
-        console.line()
-        columns = ["positions", *(f"layer {layer.layer}" for layer in comparison.layers)]
-        rows = [
-            [str(first) if first == last else f"{first}-{last}", *map(_percent, errors)]
-            for first, last, errors in comparison.by_position()
-        ]
-        console.heading("Mean error, by position")
-        console.table(columns, rows, right=columns)
-        console.line()
-    for sentence in comparison.wrong[:_SHOWN]:
-        console.line(f"wrong: {sentence}", style="red")
-    if len(comparison.wrong) > _SHOWN:
-        console.line(f"... and {len(comparison.wrong) - _SHOWN} more", style="red")
-    for how, count in comparison.shifts():
-        console.line(f"{count} rows are {how}.", style="red")
-    if comparison.wrong:
-        console.line(f"NOT RIGHT: {len(comparison.wrong)} faults.", style="red")
-    else:
-        console.line("Every row is right.", style="green")
-
-
-def _as_json(comparison: Comparison, facts: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **facts,
-        "right": not comparison.wrong,
-        "by_layer": [
-            {
-                "layer": layer.layer,
-                "mean": layer.mean,
-                "median": layer.median,
-                "worst": layer.worst,
-                "worst_prompt": layer.worst_at[0],
-                "worst_position": layer.worst_at[1],
-            }
-            for layer in comparison.layers
-        ],
-        "by_position": [
-            {"first": first, "last": last, "mean": errors}
-            for first, last, errors in comparison.by_position()
-        ]
-        if comparison.layers
-        else [],
-        "moved": [vars(m) for m in comparison.moved],
-        "wrong": comparison.wrong,
-    }

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..model_shape import find_shape
 from .errors import DiskError, ExtractError
 
 __all__ = [
@@ -87,7 +88,7 @@ def check_model(model: str) -> None:
 
 
 def layer_count(model: str) -> int | None:
-    """How many decoder layers config.json says; None if it can't be had or says it otherwise.
+    """How many decoder layers config.json says; None if it can't be had or doesn't say.
 
     Args:
         model: a folder, or a name whose config is in the hub's cache.
@@ -99,9 +100,8 @@ def layer_count(model: str) -> int | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    text = config.get("text_config", config) if isinstance(config, dict) else None
-    count = text.get("num_hidden_layers") if isinstance(text, dict) else None
-    return count if isinstance(count, int) else None
+    shape = find_shape(config)
+    return None if shape is None else shape.layers
 
 
 def check_layers(model: str, layers: Sequence[int], count: int | None) -> None:

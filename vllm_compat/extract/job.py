@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
+from .. import model_shape
+from ..errors import UnsupportedModelError
 from .ahead import check_model
 from .errors import ExtractError
 
@@ -139,38 +140,27 @@ def _hub_identity(model: str) -> str:
 def default_layers(model: str) -> tuple[int, ...]:
     """The layers that the generator takes if none are named.
 
-    The generator's own rule (speculators 0.3.0 to 0.4.0.1, ``__init__``); it is needed before
-    there is a generator, to compare it with what is in the folder.
+    Needed before there is a generator, to compare it with what is in the folder.
 
     Raises:
         ExtractError: the config doesn't say how many layers there are.
     """
-    count = _text_config(model).num_hidden_layers
-    if not isinstance(count, int):
-        raise ExtractError(f"The config of {model} doesn't say how many layers it has.")
-    return (2, count // 2, count - 3, count - 1)
+    return model_shape.default_layers(_shape(model).layers)
 
 
 def row_bytes(model: str, layers: Sequence[int]) -> int:
-    """Bytes that a token takes in a file, at least; 0 if the config doesn't say how wide it is.
+    """Bytes that a token takes in a file, at least.
 
     Its states, of two bytes as vLLM computes them, its id and its place in the mask.
+
+    Raises:
+        ExtractError: the config doesn't say how wide the layers are.
     """
-    hidden = _text_config(model).hidden_size
-    return len(layers) * hidden * 2 + 16 if isinstance(hidden, int) else 0
+    return len(layers) * _shape(model).hidden_size * 2 + 16
 
 
-def _text_config(model: str) -> Any:
-    """Of the language model in a checkpoint: num_hidden_layers and hidden_size, or None."""
-    from transformers import AutoConfig
-
+def _shape(model: str) -> model_shape.ModelShape:
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=True)
-    except (OSError, ValueError) as error:
-        sentence = str(error).strip().splitlines()[0]
-        raise ExtractError(f"The config of {model} can't be read: {sentence}") from error
-    text = config if hasattr(config, "num_hidden_layers") else getattr(config, "text_config", 0)
-    return SimpleNamespace(
-        num_hidden_layers=getattr(text, "num_hidden_layers", None),
-        hidden_size=getattr(text, "hidden_size", None),
-    )
+        return model_shape.read_shape(model)
+    except UnsupportedModelError as error:
+        raise ExtractError(str(error)) from error

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from ..model_shape import shape_of
 
 __all__ = ["Decoder", "find_decoder", "hidden_of", "positions_of", "residual_of"]
 
@@ -51,15 +52,12 @@ def find_decoder(
             don't say which list it is.
 
     Raises:
-        UnsupportedModelError: no list of as many layers as the config says, or several.
+        UnsupportedModelError: no list of as many layers as the config says, or several; or
+            the config doesn't say.
     """
-    count = getattr(text_config, "num_hidden_layers", None)
-    hidden_size = getattr(text_config, "hidden_size", None)
     name = type(model).__name__
-    if not count or not hidden_size:
-        raise UnsupportedModelError(
-            f"{name}: its config doesn't say num_hidden_layers and hidden_size."
-        )
+    shape = shape_of(text_config, name)
+    count = shape.layers
     found: dict[str, nn.ModuleList] = {}
     for start, path in _language_models(model):
         lists = {f"{path}.{inner}".strip("."): module for inner, module in _lists(start, count)}
@@ -67,7 +65,7 @@ def find_decoder(
             lists = _that_run(lists, forward)
         if len(lists) == 1:
             path, layers = lists.popitem()
-            return Decoder(model, layers, path, hidden_size)
+            return Decoder(model, layers, path, shape.hidden_size)
         found = found or lists
     what = "several lists" if found else "no list"
     raise UnsupportedModelError(

@@ -24,6 +24,7 @@ from .convention import establish_convention
 from .decoder import find_decoder
 from .driver import end_with_driver
 from .outbox import ReplyOutbox, RingOutbox
+from .rope import check_rope
 from .trial import TOKENS, Trial, remember
 
 __all__ = ["CaptureExtension"]
@@ -77,8 +78,12 @@ class CaptureExtension:
             trial = Trial(model, self.vllm_config, runner.device)
             decoder = find_decoder(model, text_config, trial)
             convention, dtype = establish_convention(decoder, trial, TOKENS, caching, remember)
+        rope = check_rope(
+            decoder.layers, text_config, self.vllm_config.model_config.max_model_len
+        )
         batch = _batch_order(runner)
         state = _State(type(model).__name__, decoder.path, str(dtype), batch)
+        state.rope = rope
         state.capture = Capture(
             decoder,
             convention,
@@ -222,6 +227,7 @@ class CaptureExtension:
             "dtype": state.dtype,
             "hidden_size": state.capture.decoder.hidden_size,
             "recurrent states": state.blocks is not None and state.blocks.recurrent,
+            "rope": state.rope,
             "captures": list(state.capture.layer_ids) if _tensor_rank(self) == 0 else [],
             "transport": type(outbox).__name__ if outbox is not None else "none",
             "memory": outbox.memory if outbox is not None else "none",
@@ -237,6 +243,7 @@ class _State:
         self.dtype = dtype
         self.capture: Capture | None = None
         self.blocks: Blocks | None = None
+        self.rope: dict[str, Any] | None = None
         self.scheduler_output: Any = None
         self._batch = batch
         self._inputs_read: Any = None
