@@ -84,7 +84,7 @@ def _tables(layers: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
 
 def _check_length(module: Any, table: torch.Tensor, max_model_len: int) -> None:
     name = type(module).__name__
-    original = getattr(module, "original_max_position_embeddings", None)
+    original = getattr(module, "original_max_position_embeddings", 0)
     if hasattr(module, "long_short_cos_sin_cache") and not hasattr(module, "use_long_rope"):
         if max_model_len > original:
             raise UnsupportedModelError(
