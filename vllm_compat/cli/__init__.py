@@ -81,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(
             parsed, f"the package {package} is missing in this environment: {error}."
         )
+    except OSError as error:
+        if error.filename is None:
+            return _failed(parsed, f"unexpected {type(error).__name__}: {error}")
+        return _failed(parsed, f"{error.filename}: {error.strerror}.")
     except Exception as error:
         return _failed(parsed, f"unexpected {type(error).__name__}: {error}")
     # A user's script runs out here: its exceptions are its own.
