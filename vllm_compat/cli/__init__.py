@@ -91,6 +91,10 @@ def _outcome(arguments: Sequence[str] | None) -> int | Callable[[], int]:
         return _failed(
             parsed, f"the package {package} is missing in this environment: {error}."
         )
+    except OSError as error:
+        if error.filename is None:
+            return _failed(parsed, f"unexpected {type(error).__name__}: {error}")
+        return _failed(parsed, f"{error.filename}: {error.strerror}.")
     except Exception as error:
         return _failed(parsed, f"unexpected {type(error).__name__}: {error}")
     return outcome

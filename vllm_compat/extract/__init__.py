@@ -7,6 +7,7 @@ neither torch, vLLM, speculators nor Ray.
     ahead      what can be told before anything is loaded
     job        what is asked for, and what it is compared with when a run goes on
     rows       the user's file, read for what is wrong with it
+    unused     rows that speculators makes no sample of
     samples    the conversations, prepared by speculators
     plan       which samples, in which batches
     replica    one generator: batches in, states out, and who failed

@@ -89,7 +89,6 @@ class Run:
             failed={i: o.reason for i, o in found.items() if o.status == "failed"},
             unused=samples.unused,
             unused_names=list(samples.unused_names),
-            untrained=[i for i in self._untrained if there.start <= i < there.end],
             layer_ids=list(job.layer_ids or ()),
             notes=list(there.notes),
         )
@@ -181,6 +180,11 @@ class Run:
 
     def account(self) -> None:
         """Adds up, and writes down what there is."""
+        self.summary.untrained = [
+            i
+            for i in self._untrained
+            if self.there.start <= i < self.there.end and i not in self.summary.failed
+        ]
         self.summary.missing = self.summary.samples - len(self.done)
         also = {
             "untrained": self._untrained,

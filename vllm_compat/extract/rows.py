@@ -96,7 +96,11 @@ def reason_unused(conversation: Any) -> str:
         return "no conversation"
     if not isinstance(conversation, list):
         return f'"conversations" is {_kind(conversation)}, not a list'
-    roles = [t.get("from") or t.get("role") for t in conversation if isinstance(t, dict)]
+    turns = [turn for turn in conversation if isinstance(turn, dict)]
+    # In a file with both, `datasets` adds an empty "from" to each turn, and that one is read.
+    roles = [turn.get("from", turn.get("role", "")) for turn in turns]
+    if any(turn.get("role") for turn in turns) and not any(roles):
+        return 'turns with "role" in a file where others have "from": only "from" is read'
     if not any(role in _ROLES for role in roles):
         return f"no turn of {', '.join(_ROLES)}, but of {', '.join(sorted(map(str, {*roles})))}"
     return ""

@@ -8,7 +8,7 @@ import logging
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +19,10 @@ import numpy
 from ..system import usable_cores
 from .errors import DiskError, ExtractError, OutputConflictError
 from .files import write_whole
-from .rows import check_beginning, fault_in, place, reason_unused
+from .rows import check_beginning, fault_in
+from .unused import failing, first_line, unused_rows
 
 __all__ = ["Samples", "check_frequencies", "keep_frequencies", "prepare"]
-
-_NAMED = 20  # rows that speculators passed over
-_PIECE, _FEW = 1000, 100  # rows that are looked at, and prepared once more, at a time
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,13 @@ def prepare(
         raw = _raw(preprocessing, data, processes, cache_dir)
         chosen = _chosen(len(raw), seed, max_samples)
         prepared: Any = ()
+
+        def build(turns: list[Any]) -> int:
+            """How many of some conversations speculators makes samples of."""
+            rows = datasets.Dataset.from_dict({"conversations": turns})
+            make = preprocessing.build_eagle3_dataset
+            return len(make(rows, tokenizer, seq_length, None, assistant_pattern))
+
         trouble: Exception | None = None
         try:
             prepared, _ = preprocessing.load_and_preprocess_dataset(
@@ -166,23 +171,16 @@ def prepare(
             trouble = error  # what it ends in when no sample is left
         except Exception as error:  # from a process of its own, whatever happened there
             raise ExtractError(
-                fault_in(data) or f"speculators can't prepare {data}: {_first_line(error)}"
+                fault_in(data)
+                or f"speculators can't prepare {data}: {failing(build, raw, chosen, data)}"
+                f"{first_line(error)}"
             ) from error
         unused = len(chosen) - len(prepared)
         names: Sequence[str] = ()
         if unused:
-
-            def build(turns: list[Any]) -> int:
-                rows = datasets.Dataset.from_dict({"conversations": turns})
-                return len(
-                    preprocessing.build_eagle3_dataset(
-                        rows, tokenizer, seq_length, None, assistant_pattern
-                    )
-                )
-
-            names = _unused(build, raw, chosen, unused, data)
+            names = unused_rows(build, raw, chosen, unused, data)
         if not len(prepared):
-            why = names[0] if names else _first_line(trouble) if trouble else "it has none"
+            why = names[0] if names else first_line(trouble) if trouble else "it has none"
             raise ExtractError(
                 f"speculators left none of the {len(raw)} samples of {data}: {why}."
             ) from trouble
@@ -252,7 +250,7 @@ def _tokenizer(model: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
     except Exception as error:  # code of a checkpoint's own among it
         raise ExtractError(
-            f"The tokenizer of {model} can't be loaded: {_first_line(error)}"
+            f"The tokenizer of {model} can't be loaded: {first_line(error)}"
         ) from error
     if getattr(tokenizer, "chat_template", None) is None:
         raise ExtractError(
@@ -269,7 +267,7 @@ def _raw(preprocessing: Any, data: str, processes: int | None, cache_dir: str | 
         raw = preprocessing.load_raw_dataset(data, num_proc=processes, cache_dir=cache_dir)
     except Exception as error:  # `datasets` has no class for a file that is wrong
         raise ExtractError(
-            fault_in(data) or f"{data} can't be read: {_first_line(error)}"
+            fault_in(data) or f"{data} can't be read: {first_line(error)}"
         ) from error
     if "conversations" not in raw.column_names:
         raise ExtractError(
@@ -287,74 +285,6 @@ def _chosen(total: int, seed: int, most: int | None) -> list[int]:
 
     shuffled = Dataset.from_dict({"row": range(total)}).shuffle(seed=seed)
     return sorted(shuffled[:most]["row"])
-
-
-def _unused(
-    build: Callable[[list[Any]], int], raw: Any, chosen: list[int], count: int, data: str
-) -> list[str]:
-    """Names the first rows that speculators passed over, and why."""
-    found: dict[int, str] = {}
-    turns = raw.select_columns(["conversations"])
-    for first in range(0, len(chosen), _PIECE):
-        rows = chosen[first : first + _PIECE]
-        for row, each in zip(rows, turns[rows]["conversations"], strict=True):
-            if why := reason_unused(each):
-                found[row] = why
-        if len(found) >= min(count, _NAMED):
-            break
-    if len(found) < min(count, _NAMED):
-        rest = [row for row in chosen if row not in found]
-        found |= _refused(build, turns, rest)
-    return [f"{place(data, row)}: {found[row]}" for row in sorted(found)[:_NAMED]]
-
-
-def _refused(build: Callable[[list[Any]], int], turns: Any, rows: list[int]) -> dict[int, str]:
-    """Rows in the form of conversations that the chat template or the tokenizer refuses.
-
-    Args:
-        build: speculators' work on a list of conversations; how many it makes samples of.
-        turns: the column.
-        rows: of it, that may be refused.
-    """
-    found: dict[int, str] = {}
-    for first in range(0, len(rows), _FEW):
-        some = rows[first : first + _FEW]
-        if build(turns[some]["conversations"]) == len(some):
-            continue
-        for row in some:
-            with _said() as words:
-                if not build(turns[[row]]["conversations"]):
-                    found[row] = words[-1] if words else "speculators does not say why"
-            if len(found) == _NAMED:
-                return found
-    return found
-
-
-@contextmanager
-def _said() -> Iterator[list[str]]:
-    """What speculators logs: the only place where it says why it leaves a row out."""
-    words: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: words.append(  # type: ignore[method-assign]
-        record.getMessage().partition(": ")[2] or record.getMessage().strip()
-    )
-    logger = logging.getLogger("speculators")
-    kept = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False  # not on the terminal as well
-    try:
-        yield words
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = kept
-
-
-def _first_line(error: BaseException) -> str:
-    # `datasets` says what happened in the cause of what it raises.
-    # That of one out of another process is all of its traceback, as text.
-    while error.__cause__ is not None and type(error.__cause__).__name__ != "RemoteTraceback":
-        error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextmanager
