@@ -19,7 +19,7 @@ import vllm_compat
 from vllm_compat.errors import UnsupportedModelError
 from vllm_compat.worker.blocks import Blocks
 
-from .conftest import Checkpoints, Subject, generator_of
+from .conftest import Checkpoints, Restarts, Subject, generator_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
