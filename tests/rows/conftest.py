@@ -30,6 +30,7 @@ from transformers import (
 )
 
 import vllm_compat
+from vllm_compat.transport.messages import Message
 
 # CPU workers would take a share of all memory for the KV cache, and from vLLM 0.20 on refuse
 # to start if it isn't free.
@@ -231,7 +232,39 @@ def hybrid(build: Build, tmp_path_factory: pytest.TempPathFactory) -> Subject:
         # Spawned workers get this, and find the entry point there.
         mock.patch.object(sys, "path", [*sys.path, str(folder)]),
     ):
-        return build("qwen3_next", max_model_len=256, blocks=12)
+        # 20 blocks in all: 4 for a prompt, and one more for each 272 tokens or so.
+        return build("qwen3_next", max_model_len=640, blocks=5)
+
+
+class Restarts:
+    """Counts, of each request, how often it was computed from position 0 on."""
+
+    def __init__(self) -> None:
+        self.starts: dict[str, int] = {}
+        self.together = 0
+
+    def note(self, segments: list[Any]) -> None:
+        self.together = max(self.together, len(segments))
+        for segment in segments:
+            if segment.start == 0:
+                self.starts[segment.request_id] = self.starts.get(segment.request_id, 0) + 1
+
+    @property
+    def preempted(self) -> int:
+        return sum(count > 1 for count in self.starts.values())
+
+
+@pytest.fixture
+def restarts() -> Iterator[Restarts]:
+    seen, read = Restarts(), Message.segments
+
+    def segments(message: Message) -> list[Any]:
+        found = read(message)
+        seen.note(found)
+        return found
+
+    with mock.patch.object(Message, "segments", segments):
+        yield seen
 
 
 def generator_of(

@@ -19,7 +19,7 @@ import vllm_compat
 from vllm_compat.errors import UnsupportedModelError
 from vllm_compat.worker.blocks import Blocks
 
-from .conftest import Checkpoints, Subject, generator_of
+from .conftest import Checkpoints, Restarts, Subject, generator_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -49,11 +49,12 @@ def test_any_state_that_is_left(hybrid: Subject, value: float) -> None:
         hybrid.check(batch)
 
 
-def test_preempted_hybrid(hybrid: Subject) -> None:
+def test_preempted_hybrid(hybrid: Subject, restarts: Restarts) -> None:
     """A preempted prompt begins again, in blocks of others."""
     scheduler = hybrid.generator.vllm_config.scheduler_config
     with mock.patch.object(scheduler, "long_prefill_token_threshold", 16):
-        hybrid.check([prompt(n, n) for n in (100, 1, 200, 60, 17, 80, 1, 70, 95, 130)])
+        hybrid.check([prompt(n, n) for n in (300, 320, 1, 310, 330, 1, 315, 305)])
+    assert restarts.preempted > 0, "nothing was preempted: not the schedule that was meant"
     hybrid.check([prompt(1, 600 + i) for i in range(9)])
 
 

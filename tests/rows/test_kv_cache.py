@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -10,45 +9,13 @@ import pytest
 from conformance.models import prompt
 
 import vllm_compat
-from vllm_compat.transport.messages import Message
 
-from .conftest import WINDOW, Build, Subject, children
+from .conftest import WINDOW, Build, Restarts, Subject, children
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 LONGEST = 96
 """6 blocks of 16 tokens."""
-
-
-class Restarts:
-    """Counts, of each request, how often it was computed from position 0 on."""
-
-    def __init__(self) -> None:
-        self.starts: dict[str, int] = {}
-        self.together = 0
-
-    def note(self, segments: list[Any]) -> None:
-        self.together = max(self.together, len(segments))
-        for segment in segments:
-            if segment.start == 0:
-                self.starts[segment.request_id] = self.starts.get(segment.request_id, 0) + 1
-
-    @property
-    def preempted(self) -> int:
-        return sum(count > 1 for count in self.starts.values())
-
-
-@pytest.fixture
-def restarts() -> Iterator[Restarts]:
-    seen, read = Restarts(), Message.segments
-
-    def segments(message: Message) -> list[Any]:
-        found = read(message)
-        seen.note(found)
-        return found
-
-    with mock.patch.object(Message, "segments", segments):
-        yield seen
 
 
 @pytest.fixture(scope="module")
