@@ -84,7 +84,7 @@ def _tables(layers: nn.Module) -> Iterator[tuple[nn.Module, torch.Tensor]]:
 
 def _check_length(module: Any, table: torch.Tensor, max_model_len: int) -> None:
     name = type(module).__name__
-    original = getattr(module, "original_max_position_embeddings", 0)
+    original = int(getattr(module, "original_max_position_embeddings", 0))
     if hasattr(module, "long_short_cos_sin_cache") and not hasattr(module, "use_long_rope"):
         if max_model_len > original:
             raise UnsupportedModelError(
@@ -137,7 +137,9 @@ def _compared(
         # transformers' threshold is the original length, or max_position_embeddings.
         length = max(max_model_len, positions + 1)
         few = f"of up to {module.original_max_position_embeddings} tokens"
-    elif kind == "dynamic" and "alpha" not in parameters and len(used) > positions:
+    elif kind == "dynamic" and "alpha" in parameters:
+        return None  # transformers' HunYuan has it in its own code, as vLLM does
+    elif kind == "dynamic" and len(used) > positions:
         length = len(used)
         few = f"of fewer than {length} tokens"
     apart = _distance(used, text_config, kind, length)
