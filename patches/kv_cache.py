@@ -18,6 +18,7 @@ from ..session import current_session
 _UTILS = "vllm.v1.core.kv_cache_utils"
 _PLANNING = "vllm.v1.core.kv_cache_planning"
 _CORE = "vllm.v1.engine.core"
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
 _LAYOUT = "vllm.v1.attention.backends.utils:resolve_kv_cache_layout"
 _EXECUTOR = "vllm.v1.executor.abstract:Executor"
 
@@ -145,6 +146,26 @@ PATCHES = (
         needed=lambda look: look.has(f"{_UTILS}:resolve_cache_hit_alignment_tokens"),
         vllm=">=0.32",
         feature="cache_hit_alignment",
+    ),
+    Patch(
+        name="mla-whole-prompts",
+        why=(
+            "with MLA on the V2 model runner, the second chunk of a prompt loses the first one "
+            "unless it stands in front of its batch; its rows are wrong, without an error"
+        ),
+        upstream=(
+            "vllm/model_executor/layers/attention/mla_attention.py, "
+            "prefill_tokens_with_context (0.20 to 0.27); "
+            "vllm/v1/worker/gpu/model_runner.py, sort_batch_req_ids"
+        ),
+        delete_when="vLLM before 0.28 is no longer supported",
+        needed=lambda look: look.sources.says(_MLA, "prefill_tokens_with_context = "),
+        vllm=">=0.20,<0.28",
+        feature="mla_context_in_front",
+        relies_on=(
+            Symbol("vllm.config:ModelConfig.use_mla"),
+            Symbol("vllm.config:SchedulerConfig.enable_chunked_prefill"),
+        ),
     ),
     Patch(
         name="warm-up",

@@ -33,6 +33,8 @@ class Features:
         group_block_size: the block size is that of the smallest KV cache group.
         hash_block_size: prefix hashes have a block size of their own.
         cache_hit_alignment: the KV cache config carries the alignment of cache hits.
+        mla_context_in_front: MLA's prefill counts the tokens that have a context from the
+            front of the batch, where the V2 runner doesn't put them.
         scheduler_block_size: ``Scheduler`` requires ``block_size``.
         scheduler_without_block_size: ``Scheduler`` refuses the ``block_size`` that the
             generator passes.
@@ -53,6 +55,7 @@ class Features:
     group_block_size: bool = False
     hash_block_size: bool = False
     cache_hit_alignment: bool = False
+    mla_context_in_front: bool = False
     scheduler_block_size: bool = False
     scheduler_without_block_size: bool = False
     platform_block_size: bool = False
