@@ -77,7 +77,7 @@ PATCHES = (
         why="KV caches are planned elsewhere, from groups that the engine core makes first",
         upstream="vllm/v1/core/kv_cache_planning.py; engine/core.py (0.33)",
         delete_when="vLLM before 0.33 is no longer supported (then for good)",
-        needed=lambda look: look.has(f"{_PLANNING}:get_global_kv_cache_groups"),
+        needed=lambda look: not look.has(f"{_UTILS}:get_kv_cache_configs"),
         vllm=">=0.33",
         feature="kv_planning_module",
         relies_on=(
@@ -86,6 +86,7 @@ PATCHES = (
                 ("vllm_config", "kv_cache_specs", "available_memory", "global_kv_cache_groups"),
                 "the KV cache can't be planned",
             ),
+            Symbol(f"{_PLANNING}:get_global_kv_cache_groups"),
             Symbol("vllm.config:VllmConfig.adjust_dcp_kv_cache_interleave_size"),
             Symbol(
                 f"{_EXECUTOR}.set_kv_cache_layout",
