@@ -168,13 +168,13 @@ class TestNewerThanTested:
 
     def test_refuses_when_something_has_moved(self, tmp_path: Path) -> None:
         sources = install(tmp_path, NEWEST, "0.99.0")
-        gone = "find vllm.v1.core.kv_cache_utils:get_kv_cache_configs"
+        gone = "find vllm.v1.core.sched.scheduler:Scheduler.schedule"
         answers = {**sources._answers, "vllm": {**sources._answers["vllm"], gone: None}}
         roots = {name: sources.root(name) for name in ("vllm", "speculators", "transformers")}
         with pytest.raises(UnsupportedEnvironmentError) as caught:
             plan(Replay(answers, roots))  # type: ignore[arg-type]
         message = str(caught.value)
-        assert "get_kv_cache_configs" in message
+        assert "Scheduler.schedule" in message
         assert f"Newest vLLM tested: {NEWEST}" in message
 
     def test_a_tested_one_does_not_warn(self, tmp_path: Path) -> None:
