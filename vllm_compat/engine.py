@@ -53,7 +53,7 @@ _RING_LIMITS = (16 << 20, 512 << 20)
 _CAPTURING_RANK = 0  # all tensor-parallel ranks hold the same rows; the first sends
 _LAST_ROWS = 600.0  # seconds; a GPU may still compute when the last step's reply is here
 _UNKNOWN = 255  # exit status of a worker, where another has collected it
-_DEPARTURE = 10.0  # seconds for workers to end that were told to (vLLM: 8)
+_DEPARTURE = 10.0  # seconds for workers to end that were told to
 _PULSE = 0.25  # seconds between two looks at the workers while one waits for them
 
 
@@ -475,9 +475,13 @@ def _in_a_fork() -> None:
     """Lets go of another process's workers.
 
     vLLM tells a worker to end by closing a pipe, which takes effect once no process has that
-    end any more; and its finalizer would shut the executor down when this process ends.
+    end any more. At the end of this process vLLM's finalizer would shut the executor down,
+    and multiprocessing would send a signal to what it takes for children of this process.
     """
     for engine in _ENGINES:
+        for process in engine._processes:
+            with contextlib.suppress(Exception):
+                _take_for_ended(process)
         for worker in getattr(engine.executor, "workers", None) or ():
             with contextlib.suppress(Exception):
                 worker.death_writer.close()
@@ -512,8 +516,7 @@ def _has_ended(process: Any) -> bool:
     """Whether a worker is gone, also where nobody can ask how it ended.
 
     multiprocessing asks waitpid, which knows nothing of a child if SIGCHLD is ignored, or if a
-    handler of the user's has collected it. The process would pass for alive for good: vLLM
-    would wait for it at each shutdown, and then signal whoever has its number by now.
+    handler of the user's has collected it: the process would pass for alive for good.
     """
     if not process.is_alive():
         return True
@@ -521,8 +524,19 @@ def _has_ended(process: Any) -> bool:
         return False
     process.join(timeout=1.0)  # its pipe breaks before it ends
     if process.is_alive():
-        process._popen.returncode = _UNKNOWN
+        _take_for_ended(process)
     return True
+
+
+def _take_for_ended(process: Any) -> None:
+    """Makes multiprocessing, and vLLM through it, leave a process alone.
+
+    It is a private attribute (Popen.poll writes it, Python 3.10 to 3.13), but nothing public
+    does it. A record of our own would not reach vLLM's shutdown, which waits for seconds
+    while a process is_alive() and then sends it signals, nor multiprocessing's exit handler,
+    which sends one too. By then another process may have that number.
+    """
+    process._popen.returncode = _UNKNOWN
 
 
 def _note_ends(processes: list[Any]) -> None:

@@ -41,7 +41,7 @@ _PORTS_OF_A_RANK = 16
 
 # Which of a launcher's processes this is, and where the others are. torch's rendezvous obeys
 # TORCHELASTIC_USE_AGENT_STORE for every group of processes (torch/distributed/rendezvous.py,
-# 2.10): no worker opens the store, and all of them wait for it. What a user sets to
+# 2.10 and 2.13): no worker opens the store, and all of them wait for it. What a user sets to
 # tune a library (NCCL_*, GLOO_*, UCX_*, CUDA_VISIBLE_DEVICES, I_MPI_*, OMPI_MCA_btl) is not
 # in here.
 _LAUNCHER = re.compile(
@@ -128,7 +128,8 @@ def _without_launcher(workers: int) -> Iterator[None]:
     for name in taken:
         os.environ.pop(name, None)
     if _LOCAL_WORLD_SIZE in taken:
-        # vLLM's CPU and XPU platforms give it to their workers, with this value.
+        # vLLM gives it to its workers on a CPU (platforms/cpu.py), and on an XPU unless it is
+        # set (v1/worker/xpu_worker.py; 0.11 to 0.33): with this value.
         os.environ[_LOCAL_WORLD_SIZE] = str(workers)
     try:
         yield
@@ -172,7 +173,7 @@ def start_method() -> str:
     from vllm.v1.executor.multiproc_executor import get_mp_context
 
     # On a CPU vLLM spawns whatever one says: vllm/platforms/cpu.py, check_and_update_config
-    # (0.11 to 0.32).
+    # (0.11 to 0.33).
     if current_platform.is_cpu():
         return "spawn"
     with variables(_start_method()):
@@ -188,8 +189,8 @@ def _start_method() -> dict[str, str]:
 def _in_no_group() -> bool:
     """A forked worker would take this process's group of torch.distributed for its own.
 
-    (vllm/distributed/parallel_state.py, init_distributed_environment, 0.16.0: it makes one
-    only where there is none.)
+    (vllm/distributed/parallel_state.py, init_distributed_environment, 0.11 to 0.33: it
+    makes one only where there is none.)
     """
     from torch import distributed
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
+HANGS = 600.0  # seconds; imports and an engine's start take minutes on a busy machine
 PRELOADED = (
     "torch",
     "torch._inductor.compile_fx",
@@ -58,7 +59,7 @@ def environment(**changes: str | None) -> dict[str, str]:
 
 
 def python(
-    code: str, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 240
+    code: str, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = HANGS
 ) -> subprocess.CompletedProcess[str]:
     """Runs code in a fresh interpreter; fails the test if it fails."""
     done = subprocess.run(

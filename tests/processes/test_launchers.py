@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from conformance.models import FAMILIES, Reference, write_checkpoint
-from guest.processes import environment
+from guest.processes import HANGS, environment
 
 from vllm_compat import worker_environment
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any
     return folder, [list(reference(ids)) for ids in PROMPTS]
 
 
-def torchrun(*arguments: str | Path, timeout: float = 240, **variables: str) -> str:
+def torchrun(*arguments: str | Path, **variables: str) -> str:
     """Two ranks on this machine.
 
     Returns:
@@ -48,7 +48,7 @@ def torchrun(*arguments: str | Path, timeout: float = 240, **variables: str) -> 
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        output, _ = launcher.communicate(timeout=timeout)
+        output, _ = launcher.communicate(timeout=HANGS)
     except subprocess.TimeoutExpired:
         for process in psutil.Process(launcher.pid).children(recursive=True):
             process.kill()
@@ -156,7 +156,7 @@ def asked(model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     done = subprocess.run(
         [sys.executable, str(script), str(model[0])], check=False,
         env=environment(**theirs, **THE_USERS, LOCAL_WORLD_SIZE="2", UNREADABLE="\udcff"),
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=HANGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (line,) = (part for part in done.stdout.splitlines() if part.startswith("FOUND "))
