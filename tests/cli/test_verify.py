@@ -259,6 +259,19 @@ def test_longrope_is_compared_with_what_vllm_means(
 
 
 @pytest.mark.engine
+def test_positions_that_vllm_has_no_rotation_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    model = rope_models.dynamic(tmp_path / "dynamic")
+    words = ["verify", "--model", str(model), "--layers", "3", "--max-model-len", "300"]
+    assert main(words) == 1
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert "max_model_len=300: the rotary embedding of this vLLM" in last
+    assert "states beyond them would be computed from whatever lies behind it" in last
+
+
+@pytest.mark.engine
 def test_a_rotary_embedding_without_a_reference(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
