@@ -136,6 +136,10 @@ PATCHES = (
             Symbol("vllm.v1.core.sched.output:NewRequestData.num_computed_tokens"),
             Symbol("vllm.v1.core.sched.output:CachedRequestData.req_ids"),
             Symbol("vllm.v1.core.sched.output:CachedRequestData.num_computed_tokens"),
+            Symbol("vllm.v1.core.sched.output:CachedRequestData.new_block_ids"),
+            Symbol("vllm.v1.core.sched.output:NewRequestData.block_ids"),
+            Symbol(f"{_RUNNER}.kv_cache_config", if_gone="blocks of others aren't cleaned"),
+            Symbol("vllm.v1.kv_cache_interface:MambaSpec", if_gone="states of others are used"),
             Symbol(
                 "vllm.forward_context:set_forward_context",
                 ("attn_metadata", "vllm_config", "num_tokens"),
