@@ -154,9 +154,7 @@ if __name__ == "__main__":
         import time
         time.sleep(600)
         os._exit(0)
-    (worker,) = generator.executor._session.engine.executor.workers
     generator.executor.shutdown()
-    print("WORKER", worker.proc.exitcode)  # vLLM sends a signal to one that doesn't go
     os.kill(holds, 9)
 """
 
@@ -168,7 +166,8 @@ def test_a_fork_leaves_the_workers_alone(checkpoint: Path, tmp_path: Path) -> No
     done = run([script, checkpoint])
     assert done.returncode == 0, done.stderr[-3000:]
     assert "CHILD 0" in done.stdout
-    assert "WORKER 0" in done.stdout
+    # What a worker says when its pipe closes, which it did though another fork lives.
+    assert "Parent process exited, terminating worker" in done.stdout
     assert "Exception ignored" not in done.stderr
     assert "Traceback" not in done.stderr
 
