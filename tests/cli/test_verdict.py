@@ -216,9 +216,10 @@ def test_a_conflict(tmp_path: Path) -> None:
         lambda text: f"{text}\n_before = VllmConfig\n{THEIRS}",
     )
     env = {**environment(), **ahead(tmp_path)}
-    message = python(OUTCOME.format(then=IMPORT), env=env, timeout=600).stdout
+    # vLLM logs to standard output before it.
+    *_, message = python(OUTCOME.format(then=IMPORT), env=env).stdout.splitlines()
     assert message.startswith("PatchConflictError")
     done = command(["-m", "vllm_compat", "doctor", "--json"], env=ahead(tmp_path), timeout=600)
     assert done.returncode == 1, done.stderr
     (problem,) = [f for f in json.loads(done.stdout)["findings"] if f["level"] == "problem"]
-    assert message == f"PatchConflictError {problem['text']}\n"
+    assert message == f"PatchConflictError {problem['text']}"
