@@ -34,7 +34,10 @@ def amplifying(model: Any) -> None:
 
 
 def one_channel(model: Any) -> None:
-    """As large models have it: one channel, in all layers."""
+    """As large models have it: one channel, in all layers.
+
+    Compared in float32: where the channel happens to be small, what is amplified is rounding.
+    """
     model.model.layers[0].mlp.down_proj.weight.data[7] *= 3000
 
 
@@ -61,7 +64,7 @@ class Case:
 CASES = {
     "amplifying": Case(amplifying),
     "amplifying-float16": Case(amplifying, "float16"),
-    "one-channel": Case(one_channel),
+    "one-channel": Case(one_channel, "float32"),
     "reserved-ids": Case(reserved, "float32"),
     "idle": Case(idle),
     "vocabulary-of-40": Case(dtype="float32", config={"vocab_size": 40}),
