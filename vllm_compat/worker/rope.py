@@ -14,7 +14,7 @@ longrope, su
     short ones. ``attention_factor`` and ``factor`` are ignored.
 yarn
     As transformers, but that ``attention_factor`` and ``mscale`` are ignored in 0.16 (not in
-    0.32), and that with ``mrope_section`` it is another one.
+    0.32), and that with ``mrope_section`` it is another one (0.11, 0.32; 0.16 can't load it).
 default, linear, llama3, deepseek_yarn
     As transformers.
 
@@ -108,10 +108,10 @@ def _check_length(module: Any, table: torch.Tensor, max_model_len: int) -> None:
 
 def _used(module: Any, table: torch.Tensor) -> torch.Tensor:
     """The part of a table that this engine reads; of longrope's, short factors come first."""
-    if not hasattr(module, "use_long_rope"):
+    if not hasattr(module, "long_short_cos_sin_cache"):
         return table
     original = module.original_max_position_embeddings
-    return table[original:] if module.use_long_rope else table[:original]
+    return table[original:] if getattr(module, "use_long_rope", False) else table[:original]
 
 
 def _parameters(text_config: Any) -> dict[str, Any]:
