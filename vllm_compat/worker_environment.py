@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import re
 import select
@@ -303,6 +302,9 @@ def process_settings_kept() -> Iterator[None]:
     (set_multiprocessing_worker_envs), and the CPU platform writes a dozen variables
     (vllm/platforms/cpu.py): meant for a process of vLLM's own, here it is the user's.
     """
+    # Late: it puts a module of its own into sys.modules, and apply() is to leave none.
+    import multiprocessing
+
     import torch
 
     before, threads = _written_by_vllm(), torch.get_num_threads()
