@@ -51,6 +51,19 @@ def test_a_run_finds_what_another_left(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "sample_lengths.json").read_text()) == {"0": 5, "2": 5}
 
 
+def test_what_a_killed_writer_had_begun_goes_when_another_wrote_the_sample(
+    tmp_path: Path,
+) -> None:
+    with Folder(tmp_path, FACTS, 0, 5) as there:
+        there.scan(TOKENS)
+        for index in (0, 1, 7):  # 1: not written yet; 7: another run's
+            (tmp_path / f"data_{index}.pt.00ff.part").write_bytes(b"half")
+        there.note([written(tmp_path, 0)])
+        there.finish(10)
+    left = sorted(path.name for path in tmp_path.glob("*.part"))
+    assert left == ["data_1.pt.00ff.part", "data_7.pt.00ff.part"]
+
+
 def test_files_that_are_not_as_they_were_written_count_as_missing(tmp_path: Path) -> None:
     with Folder(tmp_path, FACTS, 0, 10) as there:
         there.note([written(tmp_path, 0), written(tmp_path, 1)])

@@ -18,11 +18,15 @@ def make(folder: str) -> Any:
     import vllm_compat
 
     vllm_compat.apply()
-    from speculators.data_generation.vllm_hidden_states_generator import (
-        VllmHiddenStatesGenerator,
-    )
+    generator = imported().VllmHiddenStatesGenerator
+    return generator(folder, layer_ids=LAYERS, max_model_len=256)
 
-    return VllmHiddenStatesGenerator(folder, layer_ids=LAYERS, max_model_len=256)
+
+def imported() -> Any:
+    """speculators' module, with all that it imports: OpenCV extends LD_LIBRARY_PATH."""
+    import speculators.data_generation.vllm_hidden_states_generator as module
+
+    return module
 
 
 def states(generator: Any) -> list[Any]:
@@ -42,8 +46,10 @@ def environment_of(worker: Any) -> dict[str, str]:
 
 
 def changed(before: dict[str, str]) -> list[str]:
-    """Names of variables that are not what they were; imports may have brought others."""
-    return [name for name in before if os.environ.get(name) != before[name]]
+    """Names of variables that are not what they were."""
+    return [
+        name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)
+    ]
 
 
 def is_gone(pid: int) -> bool:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from processes.generators import changed, environment_of, make, states
+from processes.generators import changed, environment_of, imported, make, states
 
 
 def main(checkpoint: str, folder: str, who: str) -> None:
@@ -16,6 +16,7 @@ def main(checkpoint: str, folder: str, who: str) -> None:
 
     rank = int(os.environ["RANK"])
     distributed.init_process_group("gloo")  # as a script does that needs a launcher
+    imported()
     before = dict(os.environ)
     found: dict[str, Any] = {}
     if who == "both" or rank == 0:

@@ -136,8 +136,9 @@ THE_USERS = {
 
 ASK = """
 import json, os, sys
-from processes.generators import changed, environment_of, make
+from processes.generators import changed, environment_of, imported, make
 if __name__ == "__main__":
+    imported()
     before = dict(os.environ)
     generator = make(sys.argv[1])
     (worker,) = generator.executor.collective_rpc(environment_of)

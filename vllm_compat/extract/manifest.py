@@ -233,6 +233,10 @@ class Folder:
         with self._alone():
             noted = self._noted()
             there = {i for i, _ in data_files(self.path)}
+            for index, part in leftovers(self.path):
+                # Its writer was killed (a machine was lost), and another wrote the sample.
+                if self.start <= index < self.end and index in there:
+                    part.unlink(missing_ok=True)
             lengths = {
                 str(i): noted[i].tokens
                 for i in sorted(there)
