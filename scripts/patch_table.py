@@ -1,6 +1,6 @@
 """Writes docs/patches.md from the records; --check only compares.
 
-    python scripts/patch_table.py [--check]
+python scripts/patch_table.py [--check]
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ def main() -> int:
     options = sys.argv[1:]
     results: dict[str, int] = {}
     results["ruff"] = step("ruff", [python, "-m", "ruff", "check", "."])
+    results["format"] = step("format", [python, "-m", "ruff", "format", "--check", "."])
     with tempfile.TemporaryDirectory(prefix="vllm-compat-") as scratch:
         results["build and mypy"] = check_types(python, Path(scratch))
         results["docs"] = step(

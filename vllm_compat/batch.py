@@ -177,9 +177,7 @@ class Batch:
 
     def _begin(self, message: Message) -> None:
         if message.step != self._step + 1:
-            raise CaptureError(
-                f"Scheduler step {message.step} came after step {self._step}."
-            )
+            raise CaptureError(f"Scheduler step {message.step} came after step {self._step}.")
         self._step = message.step
         try:
             self._segments = message.segments()

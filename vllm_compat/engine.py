@@ -66,9 +66,7 @@ class Engine:
         features: of this vLLM.
     """
 
-    def __init__(
-        self, build: Callable[[], Any], vllm_config: Any, features: Features
-    ) -> None:
+    def __init__(self, build: Callable[[], Any], vllm_config: Any, features: Features) -> None:
         self.vllm_config = vllm_config
         self.scheduler: Any = None
         self.description: dict[str, Any] = {}

@@ -72,9 +72,7 @@ def unpacked(package: str, version: str, folder: Path) -> Path:
     target = folder / f"{package}-{version}"
     with zipfile.ZipFile(found[0]) as wheel:
         wanted = [
-            name
-            for name in wheel.namelist()
-            if name.endswith((".py", ".dist-info/METADATA"))
+            name for name in wheel.namelist() if name.endswith((".py", ".dist-info/METADATA"))
         ]
         wheel.extractall(target, wanted)
     shutil.rmtree(wheels)

@@ -135,9 +135,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return layers
 
 
-def reference(
-    model: Any, of: Sequence[Sequence[int]] | None = None
-) -> list[torch.Tensor]:
+def reference(model: Any, of: Sequence[Sequence[int]] | None = None) -> list[torch.Tensor]:
     """States after each decoder layer: one float32 tensor [layers, tokens, hidden] a prompt."""
     caught: dict[int, torch.Tensor] = {}
 

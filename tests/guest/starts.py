@@ -76,9 +76,7 @@ def _nobody_elses(files: Iterable[Path]) -> list[Path]:
         if str(process) == mine:
             continue
         with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
-            theirs |= {
-                line.split()[-1] for line in (process / "maps").read_text().splitlines()
-            }
+            theirs |= {line.split()[-1] for line in (process / "maps").read_text().splitlines()}
             theirs |= {os.readlink(link) for link in (process / "fd").iterdir()}
     return [file for file in files if str(file) not in theirs]
 

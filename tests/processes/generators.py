@@ -47,9 +47,7 @@ def environment_of(worker: Any) -> dict[str, str]:
 
 def changed(before: dict[str, str]) -> list[str]:
     """Names of variables that are not what they were."""
-    return [
-        name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)
-    ]
+    return [name for name in {*before, *os.environ} if os.environ.get(name) != before.get(name)]
 
 
 def is_gone(pid: int) -> bool:

@@ -255,9 +255,7 @@ def _nearest_others(
     return nearest, ratios
 
 
-def _shapes(
-    got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], layer: int
-) -> list[str]:
+def _shapes(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], layer: int) -> list[str]:
     return [
         f"prompt {index}, layer {layer}: {list(mine.shape)} in place of {list(right.shape)}"
         for index, (mine, right) in enumerate(zip(got, want, strict=True))
@@ -278,13 +276,9 @@ def _compare_layer(
     prompts = torch.repeat_interleave(
         torch.tensor(lengths, dtype=torch.int64, device=mine.device)
     )
-    nearest, ratios = _nearest_others(
-        mine[candidates], right, candidates, positions, prompts
-    )
+    nearest, ratios = _nearest_others(mine[candidates], right, candidates, positions, prompts)
     elsewhere = ratios > limits.nearer
-    pairs = list(
-        zip(candidates[elsewhere].tolist(), nearest[elsewhere].tolist(), strict=True)
-    )
+    pairs = list(zip(candidates[elsewhere].tolist(), nearest[elsewhere].tolist(), strict=True))
     return list(errors.split(lengths)), _runs(pairs, lengths, layer)
 
 
@@ -345,8 +339,11 @@ def _whole_layer(
     got = torch.cat(list(mine)).double()
     for other, name in enumerate(layer_ids):
         reference = torch.cat([states[other] for states in want]).double()
-        if other != place and name != layer and float(_error(got, reference)) < 0.5 * float(
-            _error(got, torch.cat([states[place] for states in want]).double())
+        if (
+            other != place
+            and name != layer
+            and float(_error(got, reference))
+            < 0.5 * float(_error(got, torch.cat([states[place] for states in want]).double()))
         ):
             return [f"layer {layer}: these are rather the states of layer {name}"]
     reference = torch.cat([states[place] for states in want]).double()

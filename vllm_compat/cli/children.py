@@ -27,9 +27,7 @@ class _Applied:
         return _arrived, self._options
 
 
-def apply_in_spawned(
-    transport: str | None, executor: str | None, untested: str | None
-) -> None:
+def apply_in_spawned(transport: str | None, executor: str | None, untested: str | None) -> None:
     """From now on, processes spawned by multiprocessing begin with ``apply()``.
 
     Args:
