@@ -45,7 +45,8 @@ def known_with(
     """The cells that are known, with a new outcome of one of them in its place.
 
     A run of a part of the suite (`pytest -k`) that passed is no evidence for the rest. All that
-    it can add to a cell that works is that the way from conversations to files was run.
+    it can add to a cell that works is that the way from conversations to files was run. A
+    machine that can't run a cell says nothing of it: what another machine found stays.
 
     Args:
         new: `vllm`, `speculators`, `date` and what :func:`outcome` returns.
@@ -53,7 +54,9 @@ def known_with(
     """
     cells = {(cell["vllm"], cell["speculators"]): cell for cell in known}
     key = (new["vllm"], new["speculators"])
-    if not part or new["result"] != "works":
+    if new["result"] == "can't run here":
+        cells.setdefault(key, new)
+    elif not part or new["result"] != "works":
         cells[key] = new
     elif new["extract"] == "passed" and cells.get(key, {}).get("result") == "works":
         cells[key] = {**cells[key], "extract": "passed", "extract_date": new["date"]}

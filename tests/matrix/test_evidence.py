@@ -99,3 +99,10 @@ def test_the_whole_suite_replaces_what_was_known() -> None:
     old = [cell(GENERATOR, "2026-11-29", vllm) for vllm in ("0.9.0", "0.32.0", "0.100.0")]
     new = cell(GENERATOR | FILES, "2026-12-01")
     assert evidence.known_with(reversed(old), new, part=False) == [old[0], new, old[2]]
+
+
+def test_a_machine_that_can_not_run_a_cell_takes_nothing_back() -> None:
+    old = cell(GENERATOR, "2026-11-29")
+    new = {**cell(GENERATOR, "2026-12-01"), "result": "can't run here", "reason": "glibc"}
+    assert evidence.known_with([old], new, part=False) == [old]
+    assert evidence.known_with([], new, part=False) == [new]
